@@ -82,6 +82,8 @@ class Candidate:
         selective_ns: What is added to `replay_ns` when the save set is not empty (Python runs at every operator).
         operators: Operators that may be kept, indices into `Problem.operators`; those after the last saved tensor
             are not listed, for they are never replayed.
+        block: Whether it is one of the model's repeated blocks, as a user would wrap by hand. Only the baselines
+            (`all`, `uniform`, `sqrt`) look at it; blocks are disjoint.
     """
 
     start: int
@@ -89,6 +91,7 @@ class Candidate:
     replay_ns: int
     selective_ns: int = 0
     operators: tuple[int, ...] = ()
+    block: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
