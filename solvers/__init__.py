@@ -1,16 +1,24 @@
 """Numbers only: a Problem in, a Solution out, one simulator that prices every plan. Never imports torch."""
 
+from .errors import BudgetTooSmallError
 from .problem import Candidate, Operator, Problem, Segment, Stage, Tensor
+from .registry import SOLVERS, Solver
 from .simulate import Moment, Simulation, simulate
+from .solution import Solution, Status
 
 __all__ = [
+    "SOLVERS",
+    "BudgetTooSmallError",
     "Candidate",
     "Moment",
     "Operator",
     "Problem",
     "Segment",
     "Simulation",
+    "Solution",
+    "Solver",
     "Stage",
+    "Status",
     "Tensor",
     "simulate",
 ]

@@ -19,9 +19,13 @@ class BudgetTooSmallError(ValueError):
         self.solution = solution
         reason = ""
         if problem.floor_bytes > problem.budget_bytes:
-            reason = f" Moments that no plan changes, the optimizer's step among them, take {problem.floor_bytes} bytes."
+            reason = (
+                f" Moments that no plan changes, the optimizer's step among them, take {problem.floor_bytes} bytes."
+            )
         elif problem.fixed_bytes > problem.budget_bytes:
-            reason = f" Parameters, buffers, the batch and the optimizer's state alone take {problem.fixed_bytes} bytes."
+            reason = (
+                f" Parameters, buffers, the batch and the optimizer's state alone take {problem.fixed_bytes} bytes."
+            )
         super().__init__(
             f"no plan of solver {solution.solver!r} fits a budget of {problem.budget_bytes} bytes: the least peak it "
             f"reaches is {self.least_peak_bytes} bytes.{reason} Raise the budget by "

@@ -47,4 +47,6 @@ def _check_segment(tables: Tables, segment: Segment, name: str) -> None:
         if (child.start, child.stop) == (segment.start, segment.stop):
             raise ValueError(f"{name} is nested in itself")
         if child.start <= last < child.stop:
-            raise ValueError(f"{name}: its last stage that saves a tensor, {last}, lies inside {child.start}:{child.stop}")
+            raise ValueError(
+                f"{name}: its last stage that saves a tensor, {last}, lies inside {child.start}:{child.stop}"
+            )

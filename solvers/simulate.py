@@ -99,9 +99,7 @@ def simulate(problem: Problem, segments: tuple[Segment, ...], *, trace: bool = T
 
 def added_ns(tables: Tables, segment: Segment) -> int:
     """Return the time of the replays of a segment and of those inside it, in nanoseconds."""
-    return sum(
-        replay_ns(tables, item.start, item.stop, item.keep) for item in segment.walk()
-    )
+    return sum(replay_ns(tables, item.start, item.stop, item.keep) for item in segment.walk())
 
 
 def replay_ns(tables: Tables, start: int, stop: int, keep: tuple[int, ...]) -> int:
@@ -127,7 +125,9 @@ def segment_peak(tables: Tables, segment: Segment) -> Peak:
     if len(replay):
         offset = int(replay.argmax())
         peak = Peak(int(replay[offset]), "replay", segment.start + offset)
-    peak = max(peak, _backward_peak(tables, level, segment.start, segment.stop, segment.children), key=lambda p: p.nbytes)
+    peak = max(
+        peak, _backward_peak(tables, level, segment.start, segment.stop, segment.children), key=lambda p: p.nbytes
+    )
     return tables.remember(segment, peak)
 
 
@@ -173,7 +173,8 @@ def _level(
         birth[ranks] = 0
         death[ranks] = length
     alive = np.cumsum(
-        np.bincount(birth, weights=weight, minlength=length + 1) - np.bincount(death, weights=weight, minlength=length + 1)
+        np.bincount(birth, weights=weight, minlength=length + 1)
+        - np.bincount(death, weights=weight, minlength=length + 1)
     )[:length]
     held = np.bincount(least_hold[is_held] - start, weights=weight[is_held], minlength=length).cumsum()
     return _Level(alive.astype(np.int64), held.astype(np.int64), is_kept)

@@ -74,8 +74,11 @@ class Tables:
 
         self.operators = problem.operators
         self.operator_outputs = [tuple(self.rank[output] for output in item.outputs) for item in problem.operators]
-        self.candidates: dict[tuple[int, int], Candidate] = {(item.start, item.stop): item for item in problem.candidates}
+        self.candidates: dict[tuple[int, int], Candidate] = {
+            (item.start, item.stop): item for item in problem.candidates
+        }
         self.peaks: dict[object, Peak] = {}
+        self.graphs: dict[object, object] = {}
         self._inputs: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def inputs(self, start: int, stop: int) -> tuple[int, ...]:

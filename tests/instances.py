@@ -14,7 +14,9 @@ def random_chain(rng: np.random.Generator, count: int, *, every: bool = True) ->
     for index in range(count):
         if rng.random() < 0.8:
             tensors.append(
-                Tensor(nbytes=int(rng.integers(1, 20)), producer=index, holders=(index,), consumers=(), last_alive=index)
+                Tensor(
+                    nbytes=int(rng.integers(1, 20)), producer=index, holders=(index,), consumers=(), last_alive=index
+                )
             )
     return _problem(rng, stages, tensors, (), every=every)
 
@@ -79,11 +81,18 @@ def _boundary(rng: np.random.Generator, index: int, count: int) -> Tensor:
     consumers = (index + 1,) if index + 1 < count else ()
     holders = tuple(stage for stage in (index, index + 1) if 0 <= stage < count and rng.random() < 0.6)
     last = index + 1 if index + 1 < count else count
-    return Tensor(nbytes=int(rng.integers(1, 20)), producer=index, holders=holders, consumers=consumers, last_alive=last)
+    return Tensor(
+        nbytes=int(rng.integers(1, 20)), producer=index, holders=holders, consumers=consumers, last_alive=last
+    )
 
 
 def _problem(
-    rng: np.random.Generator, stages: tuple[Stage, ...], tensors: list[Tensor], operators: tuple[Operator, ...], *, every: bool
+    rng: np.random.Generator,
+    stages: tuple[Stage, ...],
+    tensors: list[Tensor],
+    operators: tuple[Operator, ...],
+    *,
+    every: bool,
 ) -> Problem:
     count = len(stages)
     candidates = []
@@ -97,7 +106,8 @@ def _problem(
                 Candidate(
                     start=start,
                     stop=stop,
-                    replay_ns=sum(stages[index].forward_ns for index in range(start, saved[-1] + 1)) + int(rng.integers(0, 3)),
+                    replay_ns=sum(stages[index].forward_ns for index in range(start, saved[-1] + 1))
+                    + int(rng.integers(0, 3)),
                     selective_ns=int(rng.integers(0, 3)),
                     operators=inside,
                     block=stop == start + 1,
@@ -123,8 +133,11 @@ def _plan(rng, problem, start, stop, parent) -> tuple[Segment, ...]:
     position = start
     while position < stop:
         options = [
-            c for c in problem.candidates
-            if c.start == position and c.stop <= stop and (c.start, c.stop) != parent
+            c
+            for c in problem.candidates
+            if c.start == position
+            and c.stop <= stop
+            and (c.start, c.stop) != parent
             and (last is None or not c.start <= last < c.stop)
         ]
         if not options or rng.random() < 0.4:
@@ -132,7 +145,9 @@ def _plan(rng, problem, start, stop, parent) -> tuple[Segment, ...]:
             continue
         candidate = options[rng.integers(len(options))]
         keep = tuple(o for o in candidate.operators if rng.random() < 0.4) if rng.random() < 0.5 else ()
-        children = () if keep else _plan(rng, problem, candidate.start, candidate.stop, (candidate.start, candidate.stop))
+        children = (
+            () if keep else _plan(rng, problem, candidate.start, candidate.stop, (candidate.start, candidate.stop))
+        )
         chosen.append(Segment(start=candidate.start, stop=candidate.stop, keep=keep, children=children))
         position = candidate.stop
     return tuple(chosen)

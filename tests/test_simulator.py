@@ -58,7 +58,10 @@ def _problem(**changes):
         ((Segment(start=0, stop=3), Segment(start=1, stop=3)), "siblings must ascend"),
         ((Segment(start=1, stop=3, keep=(0,)),), "not among those it may keep"),
         ((Segment(start=0, stop=3, children=(Segment(start=1, stop=3),)),), "lies inside 1:3"),
-        ((Segment(start=0, stop=3, keep=(0,), children=(Segment(start=1, stop=3),)),), "save set of 1 operators and children"),
+        (
+            (Segment(start=0, stop=3, keep=(0,), children=(Segment(start=1, stop=3),)),),
+            "save set of 1 operators and children",
+        ),
     ],
 )
 def test_a_tree_that_is_no_plan_is_refused(segments, message):

@@ -1,0 +1,27 @@
+"""All solvers by name, with one call shape."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from . import dp, every_block, greedy, keep_everything, sqrt, uniform
+from .problem import Problem
+from .solution import Solution
+
+
+class Solver(Protocol):
+    """Solve a problem; see the solver's own module for its plan space."""
+
+    def __call__(self, problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0) -> Solution:
+        """Return a plan that fits the budget, or raise `BudgetTooSmallError`."""
+        ...
+
+
+SOLVERS: dict[str, Solver] = {
+    "none": keep_everything.solve,
+    "all": every_block.solve,
+    "uniform": uniform.solve,
+    "sqrt": sqrt.solve,
+    "greedy": greedy.solve,
+    "dp": dp.solve,
+}

@@ -1,0 +1,63 @@
+"""The one-level dynamic programme against the exhaustive oracle."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from remat.solvers import SOLVERS, BudgetTooSmallError, Status
+from remat.solvers.dp import solve
+from remat.solvers.save_options import save_options
+
+from .instances import random_chain, random_graph, with_budget
+from .oracle import flat_oracle
+
+
+def _agrees(problem, oracle, **options):
+    expected = oracle.least_added(problem.budget_bytes)
+    if expected is None:
+        with pytest.raises(BudgetTooSmallError) as caught:
+            solve(problem, **options)
+        assert caught.value.least_peak_bytes == oracle.least_peak()
+        assert caught.value.solution.peak_bytes == oracle.least_peak()
+        return False
+    solution = solve(problem, **options)
+    assert solution.added_ns == expected
+    assert solution.lower_bound_ns == expected
+    assert solution.status is Status.OPTIMAL
+    assert solution.peak_bytes <= problem.budget_bytes
+    return True
+
+
+def test_on_a_thousand_chains_it_equals_the_oracle():
+    rng = np.random.default_rng(10)
+    solved = 0
+    for _ in range(1000):
+        problem = random_chain(rng, int(rng.integers(1, 7)))
+        oracle = flat_oracle(problem, {})
+        peaks = [peak for peak, _ in oracle.priced]
+        solved += _agrees(with_budget(rng, problem, min(peaks), max(peaks)), oracle)
+    assert solved > 700
+
+
+def test_on_a_thousand_graphs_with_skips_and_save_sets_it_equals_the_oracle():
+    rng = np.random.default_rng(11)
+    solved = 0
+    for _ in range(1000):
+        problem = random_graph(rng, int(rng.integers(2, 6)))
+        oracle = flat_oracle(problem, save_options(problem))
+        peaks = [peak for peak, _ in oracle.priced]
+        solved += _agrees(with_budget(rng, problem, min(peaks), max(peaks)), oracle)
+    assert solved > 700
+
+
+def test_the_least_peak_of_an_infeasible_budget_is_itself_feasible():
+    rng = np.random.default_rng(12)
+    for _ in range(100):
+        problem = random_graph(rng, 8, every=True)
+        with pytest.raises(BudgetTooSmallError) as caught:
+            solve(replace(problem, budget_bytes=0, fixed_bytes=1))
+        least = caught.value.least_peak_bytes
+        assert solve(replace(problem, budget_bytes=least, fixed_bytes=1)).peak_bytes == least
+        with pytest.raises(BudgetTooSmallError):
+            solve(replace(problem, budget_bytes=least - 1, fixed_bytes=1))
