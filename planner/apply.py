@@ -1,0 +1,240 @@
+"""Put a plan onto a model in place, and take it off again.
+
+Nothing about the model changes but instance attributes `forward` and, on members of segments of several calls, one
+forward pre-hook and one forward hook: class, parameter names, state_dict and the user's own hooks stay. `remove` takes
+all of it back.
+
+A plan is about the root's forward. Calls are counted from the outermost planned call on the thread, which is the root
+or, where a user calls a part directly, that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .errors import ApplyError
+from .intercept import AfterMember, BeforeMember, Planned, PlannedForward
+from .plan import Call, Plan, PlannedSegment
+from .save_set import SaveSet
+from .session import CallKey, Level, Segment
+
+
+def apply(model: nn.Module, plan: Plan) -> Applied:
+    """Apply a plan to its model, in place.
+
+    Args:
+        model: The model the plan was made for, not a wrapper of it.
+        plan: The plan.
+
+    Returns:
+        The handle that takes the plan off again, also a context manager.
+
+    Raises:
+        PlanMismatchError: The model differs from the one planned for.
+        ApplyError: A segment cannot be applied; nothing is changed then.
+    """
+    plan.check(model)
+    return apply_segments(model, plan.segments, training=plan.training)
+
+
+def apply_segments(model: nn.Module, segments: Iterable[PlannedSegment], *, training: bool = True) -> Applied:
+    """Apply segments to a model, in place, without comparing a fingerprint.
+
+    Args:
+        model: The model.
+        segments: Disjoint top-level segments.
+        training: The root's training flag with which they are in force.
+
+    Raises:
+        ApplyError: A segment cannot be applied; nothing is changed then.
+    """
+    _refuse_second(model)
+    _refuse_own_checkpointing(model)
+    binding = _Binding(model)
+    top = binding.level(tuple(segments), None)
+    return Applied(Planned(model, training, top), binding)
+
+
+class Applied:
+    """A plan in force on a model."""
+
+    def __init__(self, planned: Planned, binding: _Binding) -> None:
+        self._planned = planned
+        self._forwards: list[PlannedForward] = []
+        self._hooks: list[tuple[nn.Module, Any]] = []
+        try:
+            for key, module in enumerate(binding.modules):
+                self._attach(key, module, binding)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, key: int, module: nn.Module, binding: _Binding) -> None:
+        member = key in binding.members
+        forward = PlannedForward(self._planned, key, module, counted=not member, scope=key in binding.scopes)
+        module.__dict__["forward"] = forward
+        self._forwards.append(forward)
+        if member:
+            before, after = BeforeMember(self._planned, key), AfterMember(self._planned, key)
+            self._hooks.append((module, before))
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self._hooks.append((module, after))
+            module.register_forward_hook(after)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, the same object that was given."""
+        return self._planned.root
+
+    def remove(self) -> None:
+        """Take the plan off; the model is as before it was applied. A second call does nothing.
+
+        Graphs built under the plan can still run backward.
+        """
+        for forward in self._forwards:
+            # Another tool may have wrapped the planned forward meanwhile; then it stays, and only passes on.
+            if forward.module.__dict__.get("forward") is forward:
+                if forward.previous is None:
+                    del forward.module.__dict__["forward"]
+                else:
+                    forward.module.__dict__["forward"] = forward.previous
+            forward.planned = None
+        for module, hook in self._hooks:
+            _take_off(module, hook)
+        self._forwards, self._hooks = [], []
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def _take_off(module: nn.Module, hook: Any) -> None:
+    hook.planned = None
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value is hook]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _refuse_second(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), PlannedForward):
+            raise ApplyError(
+                f"a plan is already applied (module {name or '(root)'!r}); call remove() on what apply returned, first"
+            )
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ApplyError(
+                f"module {name or '(root)'!r} has its own gradient checkpointing switched on, and the two do not stack; "
+                "call model.gradient_checkpointing_disable() before apply"
+            )
+
+
+class _Binding:
+    """Resolve the names of a plan to the objects of a model, and find fault before anything is changed.
+
+    Attributes:
+        modules: Every module that needs something attached; a module's key is its position.
+        members: Keys of members of runs.
+        scopes: Keys of modules whose loops may hold runs, and of the root.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._paths = {id(module): name for name, module in root.named_modules()}
+        self._keys: dict[int, int] = {}
+        self.modules: list[nn.Module] = []
+        self.members: set[int] = set()
+        self.scopes: set[int] = {self._key(root)}
+
+    def level(self, segments: tuple[PlannedSegment, ...], parent: PlannedSegment | None) -> Level:
+        """Resolve segments that may begin beside one another."""
+        level, taken = Level(), set[CallKey]()
+        for planned in segments:
+            segment = self._segment(planned, parent)
+            twice = taken.intersection(segment.calls)
+            if twice or len(set(segment.calls)) < len(segment.calls):
+                raise ApplyError(
+                    f"segment {segment.where}: a call is in two segments; segments must be disjoint or nested"
+                )
+            taken.update(segment.calls)
+            (level.singles if len(segment.calls) == 1 else level.runs)[segment.calls[0]] = segment
+        return level
+
+    def _segment(self, planned: PlannedSegment, parent: PlannedSegment | None) -> Segment:
+        where = str(planned) if planned.members else "(empty)"
+        if not planned.members:
+            raise ApplyError(f"segment {where}: it has no members; name at least one call")
+        members = [self._module(call, where) for call in planned.members]
+        if parent is not None:
+            self._check_inside(planned, parent, members, where)
+        calls = tuple((self._key(m), call.index) for m, call in zip(members, planned.members, strict=True))
+        if len(calls) > 1:
+            self._admit_run(planned, members, calls, where)
+        return Segment(
+            where=where,
+            calls=calls,
+            members=members,
+            inside=self.level(planned.children, planned),
+            save=SaveSet(planned.save, where) if planned.save else None,
+            early_stop=planned.early_stop,
+            buffers=[self._buffer(name, where) for name in planned.restored_buffers],
+        )
+
+    def _admit_run(
+        self, planned: PlannedSegment, members: list[nn.Module], calls: tuple[CallKey, ...], where: str
+    ) -> None:
+        for call, member in zip(planned.members, members, strict=True):
+            if any(other is not member and member in set(other.modules()) for other in members):
+                raise ApplyError(f"segment {where}: {call} is inside another member; members are calls of one parent")
+        self.members.update(key for key, _ in calls)
+        # Which ancestor's loop makes the calls cannot be told from names; all of them are watched.
+        for call in planned.members:
+            parts = call.module.split(".")
+            for length in range(len(parts)):
+                self.scopes.add(self._key(self._root.get_submodule(".".join(parts[:length]))))
+
+    def _check_inside(
+        self, planned: PlannedSegment, parent: PlannedSegment, members: list[nn.Module], where: str
+    ) -> None:
+        if planned.members == parent.members:
+            raise ApplyError(
+                f"segment {where}: it has the same members as the segment around it; leave one of them out"
+            )
+        around = {id(m) for call in parent.members for m in self._module(call, where).modules()}
+        for call, member in zip(planned.members, members, strict=True):
+            if id(member) not in around:
+                raise ApplyError(f"segment {where}: {call} is not inside the segment around it, {parent}")
+
+    def _module(self, call: Call, where: str) -> nn.Module:
+        try:
+            return self._root.get_submodule(call.module)
+        except AttributeError:
+            raise ApplyError(
+                f"segment {where}: the model {type(self._root).__name__} has no module {call.module!r}; "
+                "check the name, or plan again"
+            ) from None
+
+    def _buffer(self, name: str, where: str) -> tuple[nn.Module, str]:
+        path, _, last = name.rpartition(".")
+        try:
+            module = self._root.get_submodule(path)
+            if module._buffers.get(last) is not None:
+                return module, last
+        except AttributeError:
+            pass
+        raise ApplyError(f"segment {where}: the model has no buffer {name!r} to restore; check the name, or plan again")
+
+    def _key(self, module: nn.Module) -> int:
+        key = self._keys.setdefault(id(module), len(self.modules))
+        if key == len(self.modules):
+            self.modules.append(module)
+        return key

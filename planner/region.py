@@ -1,0 +1,224 @@
+"""One execution of a segment: torch's checkpoint around it, and what a replay must find as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+from .errors import ApplyError, ReplayStateError
+from .packing import Inputs, picture, rebuild, refuse_iterators
+from .session import Segment, Session
+
+_STOPPED = "the region's generator did not stop"
+
+
+class Region:
+    """Enter torch's non-reentrant checkpoint, leave it, and replay the body when backward asks for it.
+
+    A region lives as long as the graph that saved into it. It keeps no tensor but through torch's own saved inputs.
+    """
+
+    __slots__ = (
+        *("_ambient", "_counts", "_facts", "_flags", "_generator", "_held", "_inputs", "_pictures", "_versions"),
+        *("outer", "segment", "session"),
+    )
+
+    def __init__(self, session: Session, segment: Segment, inputs: Inputs) -> None:
+        self.session = session
+        self.segment = segment
+        self.outer = session.level
+        self._inputs: Inputs | None = inputs
+        self._facts: list[Any] = []
+        self._held: list[torch.Tensor] = []
+
+    def again(self, *tensors: torch.Tensor) -> None:
+        """Run the segment once more from its inputs' tensors."""
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        """Begin the region; what is saved for backward from here on is had by running `again`."""
+        session, segment, inputs = self.session, self.segment, self._inputs
+        assert inputs is not None
+        if inputs.objects:
+            refuse_iterators(inputs.objects, segment.where)
+        self._pictures = picture(inputs.objects) if inputs.objects else None
+        self._versions = [version_of(tensor) for tensor in inputs.tensors]
+        self._flags = [module.training for module in segment.modules]
+        self._ambient = _ambient()
+        self._counts = dict(session.counts) if session.counts is not None else {}
+        self._generator = _checkpoint_without_reentrant_generator(
+            self._replay, True, self._contexts if segment.save else noop_context_fn, "default", False,
+            segment.early_stop, *inputs.tensors,
+        )  # fmt: skip
+        next(self._generator)
+        session.level = segment.inside
+        if segment.buffers:
+            self._held = self._clone([module._buffers[name] for module, name in segment.buffers])
+
+    def leave(self) -> None:
+        """End the region.
+
+        Raises:
+            ApplyError: The segment changed what it was given, so a replay would not see what forward saw.
+        """
+        generator, inputs = self._generator, self._inputs
+        self._generator = self._inputs = None
+        self.session.level = self.outer
+        try:
+            next(generator)
+        except StopIteration:
+            pass
+        else:
+            raise AssertionError(_STOPPED)
+        assert inputs is not None
+        self._check_inputs(inputs)
+        self._facts = self._parameter_facts()
+
+    def abandon(self) -> None:
+        """Drop the region after an exception: nothing of it is left behind in torch's state."""
+        generator = self._generator
+        self._generator = self._inputs = None
+        self.session.level = self.outer
+        if generator is not None:
+            generator.close()
+
+    def _contexts(self) -> tuple[Any, Any]:
+        session, save = self.session, self.segment.save
+        assert save is not None
+        return save.contexts(lambda: session.uncounted)
+
+    def _check_inputs(self, inputs: Inputs) -> None:
+        where = self.segment.where
+        for tensor, version in zip(inputs.tensors, self._versions, strict=True):
+            if version_of(tensor) != version:
+                raise ApplyError(
+                    f"segment {where}: an input of shape {list(tensor.shape)} was changed in place inside the segment, "
+                    "so a replay would start from the changed values; plan with the segment's start moved past that "
+                    "operator, or make it out of place (inplace=False)"
+                )
+        if self._pictures is not None and picture(inputs.objects) != self._pictures:
+            kinds = ", ".join(sorted({type(value).__name__ for value in inputs.objects}))
+            raise ApplyError(
+                f"segment {where}: an argument object ({kinds}) was changed inside the segment, and a replay would "
+                "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
+            )
+
+    def _parameter_facts(self) -> list[Any]:
+        facts: list[Any] = []
+        for parameters, name in self.segment.parameters:
+            value = parameters.get(name)
+            # A sharded parameter and its gathered form take turns under FSDP2; neither says anything about the values.
+            if value is None or type(value).__name__ == "DTensor":
+                facts.append(None)
+            else:
+                facts.append((id(value), value._version, value.requires_grad))
+        return facts
+
+    def _check_state(self) -> None:
+        for (_, name), before, now in zip(
+            self.segment.parameters, self._facts, self._parameter_facts(), strict=True
+        ):  # fmt: skip
+            if before == now or before is None or now is None:
+                continue
+            if before[0] != now[0]:
+                reason = "is another tensor (weights substituted by functional_call or a parametrization are gone)"
+            elif before[1] != now[1]:
+                reason = "was changed in place (an optimizer step between forward and backward?)"
+            else:
+                reason = f"has requires_grad {now[2]}, {before[2]} in forward"
+            raise ReplayStateError(
+                f"segment {self.segment.where}: parameter {name!r} {reason}; its replay would give wrong gradients. "
+                "Run backward before the change, or plan without this segment"
+            )
+
+    def _replay(self, *tensors: torch.Tensor) -> None:
+        self._check_state()
+        flags = [module.training for module in self.segment.modules]
+        ambient = _ambient()
+        originals = [(module, name, module._buffers[name]) for module, name in self.segment.buffers]
+        try:
+            if flags != self._flags:
+                _set_flags(self.segment, self._flags)
+            if ambient != self._ambient:
+                _set_ambient(self._ambient)
+            if originals:
+                for (module, name), value in zip(self.segment.buffers, self._clone(self._held), strict=True):
+                    module._buffers[name] = value
+            self.session.replay(self.segment.inside, self._counts, self.again, tensors)
+        finally:
+            for module, name, value in originals:
+                module._buffers[name] = value
+            if ambient != self._ambient:
+                _set_ambient(ambient)
+            if flags != self._flags:
+                _set_flags(self.segment, flags)
+
+    def _clone(self, values: list[Any]) -> list[torch.Tensor]:
+        # Forward and replay both clone inside the region, so torch's own operator counts stay in step.
+        outer, self.session.uncounted = self.session.uncounted, True
+        try:
+            return [value.detach().clone() for value in values]
+        finally:
+            self.session.uncounted = outer
+
+
+class OneCall(Region):
+    """A region around one call of a module's forward; the module's own hooks stay outside."""
+
+    __slots__ = ("_forward", "_template")
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward inside the region and return its output."""
+        inputs = self._inputs
+        assert inputs is not None
+        self._template = inputs.template
+        self._forward = forward
+        session = self.session
+        loop, session.loop = session.loop, None
+        try:
+            self.enter()
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            session.loop = loop
+        self.leave()
+        return output
+
+    def again(self, *tensors: torch.Tensor) -> None:
+        """Call the forward again."""
+        args, kwargs = rebuild(self._template, dict(enumerate(tensors)))
+        self._forward(*args, **kwargs)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Return the process-wide settings that change results and that torch does not bring back for a replay."""
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def _set_ambient(ambient: tuple[Any, ...]) -> None:
+    torch.set_default_dtype(ambient[0])
+    torch._C._set_sdp_use_flash(ambient[1])
+    torch._C._set_sdp_use_mem_efficient(ambient[2])
+    torch._C._set_sdp_use_math(ambient[3])
+    torch._C._set_sdp_use_cudnn(ambient[4])
+
+
+def _set_flags(segment: Segment, flags: list[bool]) -> None:
+    for module, flag in zip(segment.modules, flags, strict=True):
+        module.training = flag

@@ -1,0 +1,68 @@
+"""Tell torch's selective checkpointing which operator calls of a segment to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from .errors import ApplyError
+from .plan import SavedOperator
+
+Uncounted = Callable[[], bool]
+
+
+class SaveSet:
+    """Make the two contexts of one region: keep the n-th calls of the named operators, replay everything else."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, operators: Iterable[SavedOperator], where: str) -> None:
+        self._kept: dict[str, frozenset[int]] = {}
+        for saved in operators:
+            _resolve(saved.operator, where)
+            self._kept[saved.operator] = self._kept.get(saved.operator, frozenset()) | {saved.index}
+
+    def contexts(self, uncounted: Uncounted) -> tuple[Any, Any]:
+        """Return the forward and the replay context of one region.
+
+        Args:
+            uncounted: Whether the operator running now is the applier's own and must not be counted.
+        """
+        kept = {_resolve(name, ""): indices for name, indices in self._kept.items()}
+        return create_selective_checkpoint_contexts(_Policy(kept, uncounted))
+
+
+class _Policy:
+    __slots__ = ("_counts", "_kept", "_uncounted")
+
+    def __init__(self, kept: dict[Any, frozenset[int]], uncounted: Uncounted) -> None:
+        self._kept = kept
+        self._counts = dict.fromkeys(kept, 0)
+        self._uncounted = uncounted
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = self._kept.get(operator)
+        if kept is None or self._uncounted():
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        index = self._counts[operator]
+        self._counts[operator] = index + 1
+        return CheckpointPolicy.MUST_SAVE if index in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _resolve(name: str, where: str) -> Any:
+    parts = name.split(".") if "." in name else ["higher_order", name]
+    try:
+        found: Any = torch.ops
+        for part in parts:
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):
+        found = None
+    if not isinstance(found, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        raise ApplyError(
+            f"segment {where}: the save set names operator {name!r}, which this torch does not have; "
+            "expected a name like 'aten.addmm.default'; import the library that defines it, or plan again"
+        )
+    return found
