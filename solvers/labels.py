@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .retention_graph import RetentionGraph, bits
 from .tables import IntArray, Tables
 
-_GRID = 2048
+_LEAST_GRID, _MOST_GRID, _GRID_CELLS = 1024, 16384, 2**24
 _BEAM = 24
 _INFINITE = np.iinfo(np.int64).max // 4
 _MOST_COMPARED_NODES = 24
@@ -75,9 +75,11 @@ class LabelSearch:
         self.target = np.array(graph.target, dtype=np.int64)
         self.added = np.array(graph.added_bytes, dtype=np.int64)
         self.cost = np.array(graph.added_ns, dtype=np.int64)
-        self.step = max(1, -(-(max(room_bytes, 0) + 1) // _GRID))
+        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count))
+        self.step = max(1, -(-(max(room_bytes, 0) + 1) // (self.grid - 4)))
         self.outgoing = _grouped(usable, self.source, self.node_count)
         self.incoming = _grouped(usable, self.target, self.node_count)
+        self.offsets = self._offsets()
 
     def smallest(self) -> list[int] | None:
         """Return a path that fits, each node reached with as few resident bytes as can be; None when none fits.
@@ -118,7 +120,7 @@ class LabelSearch:
             return None
         best_ns = self._time_of(best)
         ahead = self._time_ahead()
-        bound = int(ahead[0][min(self.graph.first_bytes // self.step, _GRID - 1)])
+        bound = int(ahead[0][self._places(0, np.array([self.graph.first_bytes]))[0]])
         for width in (_BEAM, None):
             if best_ns - bound <= gap * best_ns:
                 break
@@ -136,23 +138,42 @@ class LabelSearch:
     def _time_of(self, path: list[int]) -> int:
         return int(self.cost[path].sum())
 
+    def _offsets(self) -> IntArray:
+        """Return, for each node, between one and two grid steps that are added to its resident bytes before rounding.
+
+        They are chosen so that what kept stages add comes out as whole steps: only segments then lose by rounding.
+        """
+        offsets = np.full(self.node_count, 2 * self.step, dtype=np.int64)
+        for node in range(1, self.node_count):
+            for edge in self.incoming[node]:
+                if self.graph.items[edge] is None:
+                    wanted = offsets[self.source[edge]] - self.added[edge]
+                    offsets[node] = self.step + (wanted % self.step or self.step)
+                    break
+        return offsets
+
     def _time_ahead(self) -> list[IntArray]:
         """Return, for each node and grid step of resident bytes, a bound on the time still to come.
 
         Entry k of a node is the least time from it when k steps are resident and every addition is rounded down.
         """
-        ahead = [np.full(_GRID, _INFINITE, dtype=np.int64) for _ in range(self.node_count)]
+        ahead = [np.full(self.grid, _INFINITE, dtype=np.int64) for _ in range(self.node_count)]
         ahead[-1][:] = 0
-        lengths = np.minimum(self.limit // self.step + 1, _GRID - self.added // self.step)
-        shifts = self.added // self.step
+        before, after = self.offsets[self.source], self.offsets[self.target]
+        shifts = (self.added + after - before) // self.step
+        lengths = np.minimum((self.limit + before) // self.step + 1, self.grid - shifts)
         for node in range(self.node_count - 2, -1, -1):
             row = ahead[node]
             for edge in self.outgoing[node]:
                 length, shift = lengths[edge], shifts[edge]
-                if length > 0:
-                    part = ahead[self.target[edge]][shift : shift + length] + self.cost[edge]
-                    np.minimum(row[:length], part, out=row[:length])
+                if length > 1:
+                    part = ahead[self.target[edge]][1 + shift : length + shift] + self.cost[edge]
+                    np.minimum(row[1:length], part, out=row[1:length])
         return ahead
+
+    def _places(self, node: int, resident: IntArray) -> IntArray:
+        """Return where labels stand on a node's grid."""
+        return np.minimum((resident + self.offsets[node]) // self.step, self.grid - 1)
 
     def _search(
         self, ahead: list[IntArray], *, most_ns: int, width: int | None, deadline: float | None
@@ -196,7 +217,7 @@ class LabelSearch:
         sizes = [len(part[0]) for part in parts]
         edge = np.repeat(np.array([part[2] for part in parts], dtype=np.int64), sizes)
         origin = np.concatenate([np.arange(size) for size in sizes])
-        total = cost + ahead[np.minimum(resident // self.step, _GRID - 1)]
+        total = cost + ahead[self._places(node, resident)]
         chosen = np.flatnonzero(total <= most_ns)
         if not len(chosen):
             return None

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-
 from remat.solvers.problem import Candidate, Operator, Problem, Segment, Stage, Tensor
 
 

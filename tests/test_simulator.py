@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from remat.solvers import Candidate, Operator, Problem, Segment, Stage, Tensor, simulate
+
 from .instances import random_chain, random_graph, random_plan
 from .naive_simulator import naive_price
-
-from remat.solvers import Candidate, Operator, Problem, Segment, Stage, Tensor, simulate
 
 
 @pytest.mark.parametrize("make", [random_chain, random_graph])

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from remat.solvers import SOLVERS, BudgetTooSmallError, Status
+from remat.solvers import BudgetTooSmallError, Status
 from remat.solvers.dp import solve
 from remat.solvers.save_options import save_options
 
