@@ -17,6 +17,7 @@ from torch import nn
 
 from .errors import ApplyError
 from .intercept import AfterMember, BeforeMember, Planned, PlannedForward
+from .internals import buffers_of, take_off_hook
 from .plan import Call, Plan, PlannedSegment
 from .save_set import SaveSet
 from .session import CallKey, Level, Segment
@@ -103,7 +104,8 @@ class Applied:
                     forward.module.__dict__["forward"] = forward.previous
             forward.planned = None
         for module, hook in self._hooks:
-            _take_off(module, hook)
+            hook.planned = None
+            take_off_hook(module, hook)
         self._forwards, self._hooks = [], []
 
     def __enter__(self) -> Applied:
@@ -111,14 +113,6 @@ class Applied:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
-
-
-def _take_off(module: nn.Module, hook: Any) -> None:
-    hook.planned = None
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value is hook]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -133,7 +127,7 @@ def _refuse_own_checkpointing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ApplyError(
-                f"module {name or '(root)'!r} has its own gradient checkpointing switched on, and the two do not stack; "
+                f"module {name or '(root)'!r} has its own gradient checkpointing switched on; the two do not stack: "
                 "call model.gradient_checkpointing_disable() before apply"
             )
 
@@ -227,7 +221,7 @@ class _Binding:
         path, _, last = name.rpartition(".")
         try:
             module = self._root.get_submodule(path)
-            if module._buffers.get(last) is not None:
+            if buffers_of(module).get(last) is not None:
                 return module, last
         except AttributeError:
             pass

@@ -6,6 +6,7 @@ which run the copy's weights. A copy of a part of the model without its root run
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +49,6 @@ class _Attached:
         self.key = key
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         part = self.planned is None or id(self.planned.root) not in memo
@@ -95,6 +94,7 @@ class PlannedForward(_Attached):
         raise AttributeError(name)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, as a segment where one is planned for this call."""
         planned = self.planned
         if planned is None or not planned.in_force():
             return self.original(*args, **kwargs)
@@ -117,8 +117,11 @@ class PlannedForward(_Attached):
                 index = counts.get(self.key, 1) - 1
         call = (self.key, index)
         loop = session.loop
-        if loop is not None:
-            loop.leave_before(call)
+        if loop is not None and loop.leave_before(call):
+            session.loop = None
+            if loop.runs:
+                session.loop = loop
+                loop.resume()
         segment = session.level.singles.get(call)
         body = self._in_scope if self.scope else self.original
         if segment is None:
@@ -134,6 +137,7 @@ class BeforeMember(_Attached):
     """A forward pre-hook of a run's member: count the call, begin runs, note the arguments before other hooks."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a member is about to run."""
         planned = self.planned
         if planned is None or torch.compiler.is_compiling():
             return
@@ -158,6 +162,7 @@ class AfterMember(_Attached):
     """A forward hook of a run's member: note the output after other hooks, and end runs."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note what a member returned."""
         planned = self.planned
         if planned is None or torch.compiler.is_compiling():
             return

@@ -7,16 +7,23 @@ mode records those operators. During a member it is off: the member's call is on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import _make_saved_tensor
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from .errors import ApplyError
+from .internals import (
+    function_mode_count,
+    insert_function_mode,
+    remove_function_mode,
+    save_beneath,
+    top_hooks,
+    version_of,
+)
 from .packing import Inputs, tensors_in
-from .region import Region, version_of
+from .region import Region
 from .session import CallKey, Segment, Session
 from .tape import Tape
 
@@ -40,7 +47,7 @@ class Run(Region):
         # The first member is called again in a replay, and then counted again.
         key, index = self.segment.calls[0]
         self._counts[key] = index
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = top_hooks()
         loop.runs.append(self)
         self.session.open.append(self)
 
@@ -56,15 +63,17 @@ class Run(Region):
 
     def abandon(self) -> None:
         """Drop the region after an exception."""
-        if self in self.session.open:
-            self._take_out()
-        super().abandon()
+        try:
+            if self in self.session.open:
+                self._take_out()
+        finally:
+            super().abandon()
 
     def _take_out(self) -> None:
         assert self.session.open.pop() is self
         assert self.loop.runs.pop() is self
-        self.loop.pause()
         self.tape.close()
+        self.loop.pause()
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Run the recorded steps again."""
@@ -74,20 +83,7 @@ class Run(Region):
         """Hold a tensor from outside as torch holds a region's inputs: in the surrounding frame, with its version."""
         if isinstance(tensor, nn.Parameter):
             return lambda: tensor
-        removed: list[Any] = []
-        graph = torch._C._autograd
-        try:
-            while True:
-                hooks = graph._top_saved_tensors_default_hooks(False)
-                assert hooks is not None
-                graph._pop_saved_tensors_default_hooks()
-                removed.append(hooks)
-                if hooks[0] is self._hooks[0]:
-                    break
-            return cast("Callable[[], torch.Tensor]", _make_saved_tensor(tensor, is_output=False).unpack)
-        finally:
-            for hooks in reversed(removed):
-                graph._push_saved_tensors_default_hooks(*hooks)
+        return save_beneath(self._hooks, tensor)
 
 
 class Loop:
@@ -112,11 +108,9 @@ class Loop:
     def resume(self) -> None:
         """Record the operators that the parent runs from here on."""
         if self._height < 0:
-            self._height = _len_torch_function_stack()
-        above = [_pop_mode() for _ in range(_len_torch_function_stack() - self._height)]
-        _push_mode(self._mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+            self._height = function_mode_count()
+        # Modes that the loop enters and leaves itself stay on top.
+        insert_function_mode(self._mode, self._height)
         self._recording = True
 
     def pause(self) -> None:
@@ -124,19 +118,11 @@ class Loop:
         if not self._recording:
             return
         self._recording = False
-        above: list[Any] = []
-        while _len_torch_function_stack():
-            mode = _pop_mode()
-            if mode is self._mode:
-                break
-            above.append(mode)
-        else:
-            _restore(above)
+        if not remove_function_mode(self._mode):
             raise ApplyError(
                 f"segment {self.runs[0].segment.where if self.runs else ''}: a torch function mode (torch.device as a "
                 "context?) was left between two of its members; plan each member as a segment of its own"
             )
-        _restore(above)
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that a member is about to run."""
@@ -159,14 +145,19 @@ class Loop:
         for run in reversed(self.runs[position:]):
             run.leave()
 
-    def leave_before(self, call: CallKey) -> None:
-        """End the runs beside which, and not inside which, a segment beginning with this call is planned."""
+    def leave_before(self, call: CallKey) -> bool:
+        """End the runs beside which, and not inside which, a segment beginning with this call is planned.
+
+        Returns:
+            Whether any was ended.
+        """
         for position in reversed(range(len(self.runs))):
             if self.runs[position].outer.holds(call):
                 self.leave_from(position)
-                return
+                return True
             if self.runs[position].segment.inside.holds(call):
-                return
+                return False
+        return False
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, changed: list[Any]) -> None:
         """Record an operator that the parent ran."""
@@ -202,11 +193,6 @@ class _Between(TorchFunctionMode):
         if changed or any(id(tensor) not in identities for tensor in tensors_in(output)):
             self._loop.record(func, args, kwargs, output, changed)
         return output
-
-
-def _restore(modes: list[Any]) -> None:
-    for mode in reversed(modes):
-        _push_mode(mode)
 
 
 def begin_runs(session: Session, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop | None:

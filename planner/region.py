@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.backends import cuda
 
 from .errors import ApplyError, ReplayStateError
+from .internals import buffers_of, checkpoint_generator, version_of
 from .packing import Inputs, picture, rebuild, refuse_iterators
 from .session import Segment, Session
 
@@ -33,6 +34,7 @@ class Region:
         self._inputs: Inputs | None = inputs
         self._facts: list[Any] = []
         self._held: list[torch.Tensor] = []
+        self._generator: Generator[None, None, None] | None = None
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Run the segment once more from its inputs' tensors."""
@@ -49,14 +51,13 @@ class Region:
         self._flags = [module.training for module in segment.modules]
         self._ambient = _ambient()
         self._counts = dict(session.counts) if session.counts is not None else {}
-        self._generator = _checkpoint_without_reentrant_generator(
-            self._replay, True, self._contexts if segment.save else noop_context_fn, "default", False,
-            segment.early_stop, *inputs.tensors,
-        )  # fmt: skip
+        self._generator = checkpoint_generator(
+            self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
+        )
         next(self._generator)
         session.level = segment.inside
         if segment.buffers:
-            self._held = self._clone([module._buffers[name] for module, name in segment.buffers])
+            self._held = self._clone([buffers_of(module)[name] for module, name in segment.buffers])
 
     def leave(self) -> None:
         """End the region.
@@ -65,6 +66,7 @@ class Region:
             ApplyError: The segment changed what it was given, so a replay would not see what forward saw.
         """
         generator, inputs = self._generator, self._inputs
+        assert generator is not None
         self._generator = self._inputs = None
         self.session.level = self.outer
         try:
@@ -138,7 +140,7 @@ class Region:
         self._check_state()
         flags = [module.training for module in self.segment.modules]
         ambient = _ambient()
-        originals = [(module, name, module._buffers[name]) for module, name in self.segment.buffers]
+        originals = [(module, name, buffers_of(module)[name]) for module, name in self.segment.buffers]
         try:
             if flags != self._flags:
                 _set_flags(self.segment, self._flags)
@@ -146,11 +148,11 @@ class Region:
                 _set_ambient(self._ambient)
             if originals:
                 for (module, name), value in zip(self.segment.buffers, self._clone(self._held), strict=True):
-                    module._buffers[name] = value
+                    buffers_of(module)[name] = value
             self.session.replay(self.segment.inside, self._counts, self.again, tensors)
         finally:
             for module, name, value in originals:
-                module._buffers[name] = value
+                buffers_of(module)[name] = value
             if ambient != self._ambient:
                 _set_ambient(ambient)
             if flags != self._flags:
@@ -195,28 +197,23 @@ class OneCall(Region):
         self._forward(*args, **kwargs)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _ambient() -> tuple[Any, ...]:
     """Return the process-wide settings that change results and that torch does not bring back for a replay."""
     return (
         torch.get_default_dtype(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
     )
 
 
 def _set_ambient(ambient: tuple[Any, ...]) -> None:
     torch.set_default_dtype(ambient[0])
-    torch._C._set_sdp_use_flash(ambient[1])
-    torch._C._set_sdp_use_mem_efficient(ambient[2])
-    torch._C._set_sdp_use_math(ambient[3])
-    torch._C._set_sdp_use_cudnn(ambient[4])
+    cuda.enable_flash_sdp(ambient[1])
+    cuda.enable_mem_efficient_sdp(ambient[2])
+    cuda.enable_math_sdp(ambient[3])
+    cuda.enable_cudnn_sdp(ambient[4])
 
 
 def _set_flags(segment: Segment, flags: list[bool]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from .errors import ApplyError
+from .internals import OPERATOR_TYPES
 from .plan import SavedOperator
 
 Uncounted = Callable[[], bool]
@@ -60,7 +61,7 @@ def _resolve(name: str, where: str) -> Any:
             found = getattr(found, part)
     except (AttributeError, RuntimeError):
         found = None
-    if not isinstance(found, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+    if not isinstance(found, OPERATOR_TYPES):
         raise ApplyError(
             f"segment {where}: the save set names operator {name!r}, which this torch does not have; "
             "expected a name like 'aten.addmm.default'; import the library that defines it, or plan again"

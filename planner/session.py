@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .internals import parameters_of
 from .save_set import SaveSet
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Segment:
         self.early_stop = early_stop
         self.buffers = buffers
         self.modules = list(dict.fromkeys(module for member in members for module in member.modules()))
-        self.parameters = [(module._parameters, name) for module in self.modules for name in module._parameters]
+        owned = [parameters_of(module) for module in self.modules]
+        self.parameters = [(parameters, name) for parameters in owned for name in parameters]
 
 
 class Session(threading.local):
@@ -99,9 +101,11 @@ class Session(threading.local):
             while len(self.open) > opened:
                 self.open[-1].leave()
             return output
-        finally:
+        except BaseException:
             while len(self.open) > opened:
                 self.open[-1].abandon()
+            raise
+        finally:
             del self.suspended[suspended:]
             self.scopes -= 1
             self.level, self.loop = level, loop

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import ApplyError
+from .internals import next_node_number, node_number
 from .packing import Inputs, Slot, pack, rebuild, refuse_iterators, tensors_in
 
 _HOOK_NODE = "BackwardHookFunctionBackward"
@@ -51,7 +52,7 @@ class Tape:
         self._known = {id(t): (weakref.ref(t), number) for number, t in enumerate(inputs.tensors)}
         self._inputs = self._size = len(inputs.tensors)
         self._last_use: dict[int, int] = {}
-        self._first_node = torch._C._autograd._get_sequence_nr()
+        self._first_node = next_node_number()
         self.entries: list[Entry] = []
 
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,9 +100,8 @@ class Tape:
                     output = entry.function(*args, **kwargs)
             del args, kwargs
             if entry.outputs:
-                for number, tensor in zip(entry.outputs, tensors_in(output), strict=True):
-                    if self._last_use.get(number, -1) > step:
-                        values[number] = tensor
+                produced = zip(entry.outputs, tensors_in(output), strict=True)
+                values.update((n, tensor) for n, tensor in produced if self._last_use.get(n, -1) > step)
             del output
             for number in dying.get(step, ()):
                 values.pop(number, None)
@@ -126,7 +126,7 @@ class Tape:
 
     def _capture_outside(self, tensor: torch.Tensor) -> int:
         node = tensor.grad_fn
-        if node is not None and node._sequence_nr() >= self._first_node:
+        if node is not None and node_number(node) >= self._first_node:
             return self._behind_hook(tensor, node)
         assert self._capture is not None
         number = self._remember(tensor)

@@ -1,0 +1,118 @@
+"""The parts of torch the applier needs that are not public, in one place: an upgrade of torch has one file to check.
+
+Last checked with torch 2.13. tests/test_apply_internals.py says what is relied on.
+"""
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _len_torch_function_stack
+from torch._C._autograd import _make_saved_tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import checkpoint
+
+OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def checkpoint_generator(
+    function: Callable[..., Any],
+    contexts: Callable[[], tuple[Any, Any]] | None,
+    early_stop: bool,
+    inputs: list[torch.Tensor],
+) -> Generator[None, None, None]:
+    """Return torch's non-reentrant checkpoint as a generator: the region is what runs between its two steps."""
+    context_fn = contexts or checkpoint.noop_context_fn
+    return checkpoint._checkpoint_without_reentrant_generator(
+        function, True, context_fn, "default", False, early_stop, *inputs
+    )
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary a module keeps its own parameters in."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary a module keeps its own buffers in."""
+    return module._buffers
+
+
+def take_off_hook(module: nn.Module, hook: object) -> None:
+    """Remove a forward hook or forward pre-hook by its object."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, value in hooks.items() if value is hook]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def next_node_number() -> int:
+    """Return the sequence number that the next autograd node of this thread gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def node_number(node: Any) -> int:
+    """Return an autograd node's sequence number."""
+    return node._sequence_nr()
+
+
+def top_hooks() -> Hooks:
+    """Return the innermost saved-tensor hooks in force; there must be some."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    assert hooks is not None
+    return hooks
+
+
+def save_beneath(hooks: Hooks, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save a tensor as if the given saved-tensor hooks, and those above them, were not in force.
+
+    Returns:
+        What gives the tensor back.
+    """
+    graph = torch._C._autograd
+    removed: list[Hooks] = []
+    try:
+        while not removed or removed[-1][0] is not hooks[0]:
+            removed.append(top_hooks())
+            graph._pop_saved_tensors_default_hooks()
+        return _make_saved_tensor(tensor, is_output=False).unpack
+    finally:
+        for pair in reversed(removed):
+            graph._push_saved_tensors_default_hooks(*pair)
+
+
+def function_mode_count() -> int:
+    """Return how many torch function modes are in force."""
+    return _len_torch_function_stack()
+
+
+def insert_function_mode(mode: TorchFunctionMode, height: int) -> None:
+    """Put a torch function mode in force beneath all but the first `height` ones."""
+    above = [_pop_mode() for _ in range(_len_torch_function_stack() - height)]
+    for each in [mode, *reversed(above)]:
+        _push_mode(each)
+
+
+def remove_function_mode(mode: TorchFunctionMode) -> bool:
+    """Take a torch function mode out of force wherever it is; return whether it was there."""
+    above: list[TorchFunctionMode] = []
+    found = False
+    while not found and _len_torch_function_stack():
+        top = _pop_mode()
+        found = top is mode
+        if not found:
+            above.append(top)
+    for each in reversed(above):
+        _push_mode(each)
+    return found
