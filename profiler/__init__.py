@@ -1,0 +1,8 @@
+"""Profile a training step: the bytes each operator saves for backward, and what each costs."""
+
+from .dry_run import DryRunError
+from .profiling import Session, open_session, profile
+from .records import Profile, ProfileFileError
+from .step import BatchError
+
+__all__ = ["BatchError", "DryRunError", "Profile", "ProfileFileError", "Session", "open_session", "profile"]

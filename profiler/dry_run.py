@@ -1,0 +1,152 @@
+"""Execute a whole step on fake tensors: the exact memory of a step without the memory."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .preserve import preserved
+from .recorder import SMALL_NUMEL, Recorder, Recording
+from .scratch import ScratchMeter
+from .step import Step
+
+
+class DryRunError(RuntimeError):
+    """Raised when a model's forward or backward cannot run on fake tensors."""
+
+
+@contextmanager
+def faked(step: Step) -> Iterator[tuple[Step, FakeTensorMode]]:
+    """Replace parameters, buffers and batch by fake tensors while inside; put everything back on leaving.
+
+    Small integer and boolean tensors stay real (copies), since forwards look at their values to choose a path.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= SMALL_NUMEL
+            fakes[id(tensor)] = tensor.clone() if small else mode.from_tensor(tensor, static_shapes=True)
+        return fakes[id(tensor)]
+
+    with preserved(step.model):
+        try:
+            for module in step.model.modules():
+                for registry in (module._parameters, module._buffers):
+                    for name, tensor in list(registry.items()):
+                        if tensor is not None:
+                            replaced.append((registry, name, tensor))
+                            registry[name] = fake(tensor)
+            yield step.map_tensors(fake), mode
+        finally:
+            for registry, name, tensor in replaced:
+                registry[name] = tensor
+
+
+def dry_run(step: Step, *, accumulation: bool = False, round_to: int = 1, scratch: ScratchMeter | None = None) -> Recording:
+    """Record one step (forward, loss, backward) on fake tensors.
+
+    Whatever is applied to the model is executed as it is, so an applied plan is priced exactly. The model is left as
+    it was.
+
+    Args:
+        step: The step. Its model and batch are real; they are not read beyond small integers.
+        accumulation: Let gradients exist from the beginning, as when accumulating over several batches.
+        round_to: Allocation granularity in bytes.
+        scratch: Measures what operators allocate inside themselves.
+
+    Raises:
+        DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
+    """
+    with faked(step) as (fake_step, mode), _no_collection():
+        try:
+            with mode:
+                return record_step(fake_step, accumulation=accumulation, round_to=round_to, scratch=scratch)
+        except Exception as error:
+            if "fake" in type(error).__name__.lower() or "DataDependent" in type(error).__name__:
+                raise DryRunError(f"{type(step.model).__name__} cannot run on fake tensors: {error}") from error
+            raise
+
+
+def record_step(
+    step: Step,
+    *,
+    accumulation: bool = False,
+    round_to: int = 1,
+    scratch: ScratchMeter | None = None,
+    forward_only: bool = False,
+) -> Recording:
+    """Record one step on whatever tensors the model and the batch are made of.
+
+    Args:
+        step: The step.
+        accumulation: Let gradients exist from the beginning.
+        round_to: Allocation granularity in bytes.
+        scratch: Measures what operators allocate inside themselves.
+        forward_only: Run forward and loss alone and let autograd save nothing; storages then die when Python and the
+            operators let go of them.
+    """
+    model = step.model
+    recorder = Recorder(round_to=round_to, scratch=scratch)
+    recording = recorder.recording
+    for name, parameter in model.named_parameters():
+        recorder.know(parameter, "parameter", name)
+        if accumulation and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            recorder.know(parameter.grad, "gradient", name)
+    for name, buffer in model.named_buffers():
+        recorder.know(buffer, "buffer", name)
+    for tensor in step.tensors():
+        recorder.know(tensor, "batch")
+    is_planned = any("forward" in vars(module) for module in model.modules())
+    with recorder, recorder.watch(model):
+        saving = nullcontext() if is_planned else recorder.saving(drop=forward_only)
+        with saving, torch.enable_grad():
+            output = step.forward()
+            recording.forward_stop = len(recording.operators)
+            loss = step.loss_of(output)
+        recording.loss_stop = len(recording.operators)
+        if not forward_only:
+            loss.backward()
+        recording.backward_stop = len(recording.operators)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                index, _ = recorder._storage(parameter.grad, "gradient", name)
+                recording.storages[index].kind, recording.storages[index].name = "gradient", name
+    recorder.stop()
+    del output, loss
+    _link_backward(recording)
+    return recording
+
+
+def _link_backward(recording: Recording) -> None:
+    """Link backward operators to the forward operators whose gradient they compute, by autograd's sequence numbers."""
+    sequences = [operator.sequence for operator in recording.operators[: recording.loss_stop]]
+    latest = recording.loss_stop - 1
+    for operator in recording.operators[recording.loss_stop :]:
+        position = bisect_right(sequences, operator.sequence)
+        if position < recording.loss_stop:
+            latest = position
+        operator.forward_of = latest
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's cycle collector out, so that storages die when their last reference goes and not at random."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+

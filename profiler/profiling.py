@@ -1,0 +1,254 @@
+"""`profile`: record a step's bytes, measure its times, and cut it into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .dry_run import DryRunError, dry_run, faked, record_step
+from .optimizer import optimizer_bytes
+from .preserve import preserved
+from .recorder import RecordedOperator, Recording
+from .records import ModuleCall, Operator, Parts, Profile, Storage
+from .scratch import ScratchMeter
+from .stages import cut
+from .step import Loss, Step
+from .timing import forward_without_saving, free_memory_bytes, operator_times, timed_ns, train_once
+
+CUDA_GRANULARITY = 512
+"""PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Hold what a step is profiled with, so that planned steps are recorded in just the same way."""
+
+    step: Step
+    device: torch.device
+    scratch: ScratchMeter
+    accumulation: bool
+
+    @property
+    def round_to(self) -> int:
+        """Return the allocation granularity of the device, in bytes."""
+        return CUDA_GRANULARITY if self.device.type == "cuda" else 1
+
+    def record(self, method: Literal["dry run", "real step"]) -> Recording:
+        """Record the step as the model is now, with or without a plan applied."""
+        options: dict[str, Any] = {"accumulation": self.accumulation, "round_to": self.round_to}
+        if method == "dry run":
+            return dry_run(self.step, scratch=self.scratch, **options)
+        with preserved(self.step.model):
+            return record_step(self.step, scratch=self.scratch, **options)
+
+
+def open_session(model: nn.Module, batch: object, loss: Loss | None, *, accumulation: bool = False) -> Session:
+    """Check the model and the batch and get ready to record steps.
+
+    Raises:
+        BatchError: The batch cannot be used.
+    """
+    step = Step.of(model, batch, loss)
+    device = next(model.parameters()).device
+    return Session(step, device, ScratchMeter(), accumulation)
+
+
+def profile(
+    model: nn.Module,
+    batch: object,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | str | None = None,
+    accumulation: bool = False,
+    repeats: int = 3,
+    session: Session | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Profile:
+    """Record one training step: bytes by a dry run, operator times by torch.profiler, and its stages.
+
+    The model is left as it was: gradients, buffers, random states, modes and attributes.
+
+    Args:
+        model: The model, on the device it is trained on.
+        batch: A mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor alone as one.
+        loss: Takes the model's output to a scalar; default `output.loss`, else the mean of floating-point outputs.
+        optimizer: An instance, or a name such as "adamw"; its state and step then count in the peak.
+        accumulation: Count gradients as alive throughout.
+        repeats: Timed repeats after one warm-up; 0 estimates times by bytes moved and says so.
+        session: What `open_session` returned, to share its measurements with later dry runs.
+        progress: Called with a few words before each phase.
+
+    Raises:
+        BatchError: The batch cannot be passed to the model, or there is no loss.
+    """
+    session = session or open_session(model, batch, loss, accumulation=accumulation)
+    say = progress or (lambda _: None)
+    step, device = session.step, session.device
+    notes: list[str] = []
+    say("recording the step on fake tensors")
+    method: Literal["dry run", "real step"] = "dry run"
+    try:
+        recording = session.record(method)
+        with faked(step) as (fake_step, mode), mode:
+            unsaved = record_step(fake_step, round_to=session.round_to, forward_only=True)
+    except DryRunError as error:
+        method = "real step"
+        notes.append(f"bytes were recorded in a real step, because {error}")
+        recording = session.record(method)
+        with preserved(model):
+            unsaved = record_step(step, round_to=session.round_to, forward_only=True)
+    names = [operator.name for operator in recording.operators[: recording.loss_stop]]
+    say("timing its operators")
+    times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
+    say("timing the step")
+    step_ns, step_time_from = _step_time(session, recording, forward_ns, repeats)
+    say("recording the optimizer")
+    parts = _parts(session, recording, optimizer)
+    storages = _storages(recording, unsaved)
+    calls = _calls(model, recording)
+    return Profile(
+        model=type(model).__name__,
+        device=str(device),
+        operators=tuple(_operator(o, times[i] if i < len(times) else 0) for i, o in enumerate(recording.operators)),
+        calls=calls,
+        storages=storages,
+        stages=cut(calls, storages, recording.loss_stop),
+        forward_stop=recording.forward_stop,
+        loss_stop=recording.loss_stop,
+        parts=parts,
+        forward_ns=forward_ns,
+        step_ns=step_ns,
+        bytes_from=method,
+        times_from=times_from,
+        step_time_from=step_time_from,
+        accumulation=accumulation,
+        notes=tuple(notes),
+    )
+
+
+def _times(
+    session: Session, recording: Recording, names: Sequence[str], repeats: int, notes: list[str]
+) -> tuple[list[int], int, str]:
+    if repeats <= 0:
+        times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
+        return times, sum(times), "estimate: bytes moved at 1 GB/s, not measured"
+    written = {recording.storages[i].name for o in recording.operators for i in o.writes}
+    parameters = {name for name, _ in session.step.model.named_parameters()}
+    with preserved(session.step.model, written_parameters=written & parameters):
+        times, same = operator_times(session.step, names, session.device, repeats)
+        forward_ns = timed_ns(lambda: forward_without_saving(session.step), session.device, repeats)
+    if not same:
+        notes.append("the real forward runs other operators than the dry run (it depends on data): figures are approximate")
+    host_ns = max(0, forward_ns - sum(times)) // max(1, len(times)) if session.device.type == "cpu" else 0
+    return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of {repeats}"
+
+
+def _moved_bytes(operator: RecordedOperator, recording: Recording) -> int:
+    if not operator.produces and not operator.writes:
+        return 0
+    return sum(recording.storages[index].nbytes for index in (*operator.reads, *operator.produces))
+
+
+def _step_time(session: Session, recording: Recording, forward_ns: int, repeats: int) -> tuple[int, str]:
+    if repeats <= 0:
+        return 3 * forward_ns, "estimate: backward taken as twice the forward"
+    fixed = sum(storage.nbytes for storage in recording.storages if storage.born < 0)
+    needed, free = recording.peak_bytes() - fixed, free_memory_bytes(session.device)
+    if needed > 0.9 * free:
+        return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {needed} bytes more"
+    with preserved(session.step.model):
+        return timed_ns(lambda: train_once(session.step), session.device, max(1, repeats - 1)), "measured"
+
+
+def _parts(session: Session, recording: Recording, optimizer: Optimizer | str | None) -> Parts:
+    def total(kind: str) -> int:
+        return sum(storage.nbytes for storage in recording.storages if storage.kind == kind)
+
+    parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
+    state = step_peak = 0
+    if optimizer is not None:
+        state, temporaries = optimizer_bytes(session.step, optimizer, round_to=session.round_to)
+        outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
+        step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
+    return Parts(
+        parameters=parameters,
+        buffers=buffers,
+        batch=batch,
+        optimizer=state,
+        gradients=gradients,
+        optimizer_step_peak=step_peak,
+    )
+
+
+def _operator(operator: RecordedOperator, forward_ns: int) -> Operator:
+    return Operator(
+        operator=operator.name,
+        call=operator.call,
+        forward_ns=forward_ns,
+        output_bytes=operator.output_bytes,
+        scratch_bytes=operator.scratch_bytes,
+        reads=operator.reads,
+        produces=operator.produces,
+        writes=operator.writes,
+        is_random=operator.is_random,
+        is_view=operator.is_view,
+        private_generator=operator.private_generator,
+        fills_argument=operator.fills_argument,
+        counted=operator.counted,
+        forward_of=operator.forward_of,
+    )
+
+
+def _storages(recording: Recording, unsaved: Recording) -> tuple[Storage, ...]:
+    """Join the lives of storages in the real step with their lives when nothing is saved."""
+    stop = recording.loss_stop
+    same = [o.name for o in recording.operators[:stop]] == [o.name for o in unsaved.operators]
+    joined: list[Storage] = []
+    for index, storage in enumerate(recording.storages):
+        readers = [reader for reader in storage.read_by if reader < stop]
+        last_unsaved: int | None = max([storage.born, *readers])
+        twin = unsaved.storages[index] if same and index < len(unsaved.storages) else None
+        if twin is not None and (twin.nbytes, twin.born) == (storage.nbytes, storage.born):
+            last_unsaved = twin.last
+        joined.append(
+            Storage(
+                nbytes=storage.nbytes,
+                kind=storage.kind,  # pyright: ignore[reportArgumentType]
+                name=storage.name,
+                born=storage.born,
+                last=storage.last,
+                last_unsaved=last_unsaved,
+                saved_by=tuple(sorted(storage.saved_by)),
+                read_by=tuple(sorted(readers)),
+                written_by=tuple(sorted(writer for writer in storage.written_by if writer < stop)),
+            )
+        )
+    return tuple(joined)
+
+
+def _calls(model: nn.Module, recording: Recording) -> tuple[ModuleCall, ...]:
+    modules = dict(model.named_modules())
+    return tuple(
+        ModuleCall(
+            module=call.module,
+            kind=call.kind,
+            index=call.index,
+            parent=call.parent,
+            start=call.start,
+            stop=call.stop,
+            training=call.training,
+            hooked=_hooked(modules[call.module]),
+            findings=tuple(call.findings),
+        )
+        for call in recording.calls
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed") for hook in hooks)

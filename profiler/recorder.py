@@ -1,0 +1,371 @@
+"""Watch one training step: every operator, every module call, every storage's birth and death.
+
+The recorder does not know whether the tensors are fake or real, nor what a budget is.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from .scratch import ScratchMeter
+
+SMALL_NUMEL = 1 << 20
+"""Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
+
+
+
+@dataclass(slots=True)
+class RecordedStorage:
+    """A storage's life. Times count operators: `born` 3 means it came with operator 3, -1 that it was there before."""
+
+    nbytes: int
+    born: int
+    kind: str
+    name: str = ""
+    last: int | None = None
+    """Last operator during which it is alive; None when it outlives the recording."""
+    saved_by: set[int] = field(default_factory=set)
+    read_by: set[int] = field(default_factory=set)
+    written_by: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class RecordedOperator:
+    """One operator. `forward_of` links a backward operator to the forward operator whose gradient it computes."""
+
+    name: str
+    call: int
+    reads: tuple[int, ...]
+    produces: tuple[int, ...]
+    writes: tuple[int, ...]
+    output_bytes: int
+    scratch_key: str | None
+    is_random: bool
+    is_inplace: bool
+    is_view: bool
+    private_generator: bool
+    fills_argument: bool
+    sequence: int
+    counted: bool
+    scratch_bytes: int = 0
+    forward_of: int = -1
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """One call of a module's forward; `start` and `stop` are the operators it ran, half open."""
+
+    module: str
+    kind: str
+    index: int
+    parent: int
+    start: int
+    training: bool
+    stop: int = -1
+    findings: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What was seen. `forward_stop`, `loss_stop` and `backward_stop` are operator counts at the ends of the phases."""
+
+    operators: list[RecordedOperator] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
+    storages: list[RecordedStorage] = field(default_factory=list)
+    forward_stop: int = 0
+    loss_stop: int = 0
+    backward_stop: int = 0
+
+    def live_bytes(self) -> np.ndarray:
+        """Return, for every operator, the bytes alive at its worst moment (its outputs and scratch included)."""
+        change = np.zeros(len(self.operators) + 1, dtype=np.int64)
+        for storage in self.storages:
+            if storage.last is None or storage.last >= storage.born:
+                change[max(storage.born, 0)] += storage.nbytes
+                if storage.last is not None:
+                    change[storage.last + 1] -= storage.nbytes
+        scratch = np.array([operator.scratch_bytes for operator in self.operators], dtype=np.int64)
+        return np.cumsum(change)[:-1] + scratch
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes alive at any moment of the recording."""
+        return int(self.live_bytes().max(initial=0))
+
+
+class Recorder(TorchDispatchMode):
+    """Record operators and storages; `watch` adds module calls and `saving` saved tensors.
+
+    Args:
+        round_to: Allocation granularity in bytes (512 on CUDA, 1 on CPU).
+        scratch: Measures what operators allocate and free inside themselves; None leaves it out.
+    """
+
+    def __init__(self, *, round_to: int = 1, scratch: ScratchMeter | None = None) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._round_to = round_to
+        self._scratch = scratch
+        self._index_of: dict[int, int] = {}
+        self._references: dict[int, object] = {}
+        self._stack: list[int] = [-1]
+        self._pending: list[int] = []
+        self._counts: dict[str, int] = {}
+        self._stopped = False
+        self._finish_attributes: list[Callable[[], list[str]]] = []
+
+    def stop(self) -> None:
+        """Take no more deaths: what is alive now outlives the recording. Measure the operators' scratch."""
+        self._stopped = True
+        for operator in self.recording.operators:
+            if self._scratch is not None and operator.scratch_key is not None:
+                operator.scratch_bytes = self._scratch.scratch_bytes(operator.scratch_key)
+
+    def know(self, tensor: torch.Tensor, kind: str, name: str = "") -> None:
+        """Register a tensor that exists before the step begins."""
+        self._storage(tensor, kind, name)
+
+    def _storage(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        index = self._index_of.get(key)
+        if index is not None:
+            return index, False
+        nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
+        index = len(self.recording.storages)
+        born = -1 if kind != "activation" else len(self.recording.operators)
+        record = RecordedStorage(nbytes, born, kind, name)
+        self.recording.storages.append(record)
+        self._index_of[key] = index
+        operators = self.recording.operators
+
+        def died(_: object) -> None:
+            if self._stopped:
+                return
+            record.last = len(operators) - 1
+            self._index_of.pop(key, None)
+            self._references.pop(index, None)
+
+        self._references[index] = weakref.ref(storage, died)
+        return index, True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func is torch.ops.aten.detach.default:
+            return func(*args, **kwargs)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        recording = self.recording
+        here = len(recording.operators)
+        reads = tuple(dict.fromkeys(self._storage(tensor)[0] for tensor in inputs))
+        for saved in self._pending:
+            recording.storages[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
+        self._pending.clear()
+        sequence = torch.autograd._get_sequence_nr()
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            sequence = node._sequence_nr()
+        out = _run(func, args, kwargs, inputs)
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        produced: list[int] = []
+        for tensor in outputs:
+            index, is_new = self._storage(tensor)
+            if is_new:
+                produced.append(index)
+        writes = _written(func, args, kwargs)
+        written = tuple(dict.fromkeys(self._storage(tensor)[0] for tensor, _ in writes))
+        returned = {id(tensor) for tensor in outputs}
+        for index in reads:
+            recording.storages[index].read_by.add(here)
+        for index in written:
+            recording.storages[index].written_by.add(here)
+        recording.operators.append(
+            RecordedOperator(
+                name=str(func),
+                call=self._stack[-1],
+                reads=reads,
+                produces=tuple(produced),
+                writes=written,
+                output_bytes=sum(recording.storages[index].nbytes for index in produced),
+                scratch_key=self._scratch.key(func, args, kwargs, outputs) if self._scratch is not None else None,
+                is_random=torch.Tag.nondeterministic_seeded in func.tags,
+                is_inplace=bool(writes),
+                is_view=bool(outputs) and not produced and not writes,
+                private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
+                fills_argument=any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
+                sequence=sequence,
+                counted=func not in SAC_IGNORED_OPS,
+            )
+        )
+        return out
+
+    @contextmanager
+    def saving(self, *, drop: bool = False) -> Iterator[None]:
+        """Note every tensor autograd saves; with `drop`, let it save nothing (backward is then impossible)."""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._pending.append(self._storage(tensor)[0])
+            return None if drop else tensor.detach()
+
+        def unpack(packed: Any) -> Any:
+            return packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        self._settle()
+
+    def _settle(self) -> None:
+        """Give what was saved since the last operator to that operator: it is one of its outputs."""
+        for saved in self._pending:
+            self.recording.storages[saved].saved_by.add(max(len(self.recording.operators) - 1, 0))
+        self._pending.clear()
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Note the calls of every submodule's forward, what they ran and what they changed besides their output."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True)
+                stack.callback(handle.remove)
+                handle = module.register_forward_hook(_Leave(self), prepend=True, with_kwargs=True, always_call=True)
+                stack.callback(handle.remove)
+            yield
+
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """Begin a module call."""
+        self._settle()
+        index = self._counts.get(name, 0)
+        self._counts[name] = index + 1
+        call = RecordedCall(
+            module=name,
+            kind=type(module).__name__,
+            index=index,
+            parent=self._stack[-1],
+            start=len(self.recording.operators),
+            training=module.training,
+        )
+        self._stack.append(len(self.recording.calls))
+        self.recording.calls.append(call)
+        self._finish_attributes.append(_observe(module, inputs))
+
+    def leave(self) -> None:
+        """End the innermost module call."""
+        self._settle()
+        call = self.recording.calls[self._stack.pop()]
+        call.stop = len(self.recording.operators)
+        call.findings += self._finish_attributes.pop()()
+
+
+class _Enter:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._recorder.enter(self._name, module, (args, kwargs))
+
+
+class _Leave:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._recorder.leave()
+
+
+def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+    """Run an operator; in a dry run, on real values while they are small integers, so that Python can look at them.
+
+    Models decide from masks and positions which path to take (`mask.all()`); on fake tensors they would take another.
+    """
+    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if fake_mode is None or any(isinstance(tensor, FakeTensor) for tensor in inputs):
+        return func(*args, **kwargs)
+    if sum(tensor.numel() for tensor in inputs) > SMALL_NUMEL:
+        return func(*args, **kwargs)
+    if not inputs:
+        probe = func(*args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves(probe) if isinstance(leaf, torch.Tensor)]
+        if not all(leaf.numel() <= SMALL_NUMEL and not leaf.is_floating_point() for leaf in leaves):
+            return probe
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+    """List the tensors an operator's schema says it writes, each with whether it is the operator's `self`."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[tuple[torch.Tensor, bool]] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += [(leaf, position == 0) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written
+
+
+def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
+    """Remember what a call could change besides its output; return a function that says what it did change."""
+    attributes = _attributes(module)
+    arguments = _shape_of(inputs, 0)
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+
+    def finish() -> list[str]:
+        findings: list[str] = []
+        now = _attributes(module)
+        changed = sorted(name for name in attributes.keys() | now.keys() if attributes.get(name) != now.get(name))
+        if changed:
+            findings.append(f"changes its attribute {', '.join(changed)}")
+        if _shape_of(inputs, 0) != arguments:
+            findings.append("changes an object passed to it (a cache?)")
+        if random.getstate() != python:
+            findings.append("draws from Python's random")
+        after: Any = np.random.get_state(legacy=True)
+        before: Any = numpy
+        if after[2] != before[2] or not np.array_equal(after[1], before[1]):
+            findings.append("draws from numpy.random")
+        return findings
+
+    return finish
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: _shape_of(value, 1)
+        for name, value in vars(module).items()
+        if name not in _REGISTRIES and not name.startswith(("_forward", "_backward", "_state_dict", "_load_state"))
+    }
+
+
+def _shape_of(value: Any, depth: int) -> Any:
+    """Reduce a value to what a change of it would change: identities of tensors, contents of containers."""
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version)
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
+        return value
+    if depth > 5:
+        return id(value)
+    if isinstance(value, Mapping):
+        return tuple((id(key), _shape_of(item, depth + 1)) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return tuple(_shape_of(item, depth + 1) for item in value)
+    if isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
+        return id(value)
+    return (id(value), *((name, _shape_of(item, depth + 1)) for name, item in vars(value).items()))

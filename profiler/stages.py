@@ -1,0 +1,79 @@
+"""Cut the recorded call tree into a chain of stages, finest where the saved bytes are."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .records import ModuleCall, StageSpan, Storage
+
+SHARE = 0.02
+"""A stage is cut further while it holds more than this share of all saved bytes."""
+
+
+def cut(
+    calls: Sequence[ModuleCall], storages: Sequence[Storage], operator_count: int, share: float = SHARE
+) -> tuple[StageSpan, ...]:
+    """Cut forward and loss into stages.
+
+    Starts from the model's call with the loss behind it and replaces the heaviest stage by its children, the
+    container's own operators between them being stages too, until no stage holds more than `share` of the saved bytes
+    or it calls no module.
+
+    Args:
+        calls: The module calls, in order of their beginning.
+        storages: The storages, with the operators that save them.
+        operator_count: Operators of forward and loss.
+        share: Largest share of the saved bytes that one stage may hold if it can be cut.
+    """
+    first_saved = [0] * operator_count
+    for storage in storages:
+        if storage.saved_by and storage.kind == "activation":
+            first_saved[storage.saved_by[0]] += storage.nbytes
+    before = [0, *accumulate(first_saved)]
+    children: dict[int, list[int]] = {}
+    for index, call in enumerate(calls):
+        if call.stop > call.start:
+            children.setdefault(call.parent, []).append(index)
+    names = _names(calls)
+
+    def pieces(call: int, start: int, stop: int) -> list[StageSpan]:
+        spans: list[StageSpan] = []
+        own = f"{names[call]} (own operators)" if call >= 0 else "(loss)"
+        position = start
+        for child in children.get(call, []):
+            if calls[child].start > position:
+                spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=calls[child].start))
+            spans.append(
+                StageSpan(
+                    name=names[child], call=child, is_call=True, start=calls[child].start, stop=calls[child].stop
+                )
+            )
+            position = calls[child].stop
+        if stop > position:
+            spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=stop))
+        return spans
+
+    final: list[StageSpan] = []
+    heap: list[tuple[int, int, StageSpan]] = []
+
+    def push(spans: list[StageSpan]) -> None:
+        for span in spans:
+            if span.is_call and children.get(span.call):
+                heapq.heappush(heap, (before[span.start] - before[span.stop], span.start, span))
+            else:
+                final.append(span)
+
+    push(pieces(-1, 0, operator_count))
+    while heap and -heap[0][0] > share * before[-1]:
+        _, _, span = heapq.heappop(heap)
+        push(pieces(span.call, span.start, span.stop))
+    return tuple(sorted([*final, *(span for _, _, span in heap)], key=lambda span: span.start))
+
+
+def _names(calls: Sequence[ModuleCall]) -> list[str]:
+    several = {call.module for call in calls if call.index > 0}
+    return [
+        (call.module or call.kind) + (f" (call {call.index + 1})" if call.module in several else "") for call in calls
+    ]

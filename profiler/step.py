@@ -1,0 +1,117 @@
+"""One training step as the profiler runs it: how the batch enters the model and where the loss comes from.
+
+Knows nothing of measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+class BatchError(ValueError):
+    """Raised when a batch cannot be passed to a model or gives no loss to train on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Hold what one training step needs.
+
+    Attributes:
+        model: The module whose forward is called.
+        args: Positional arguments of its forward.
+        kwargs: Keyword arguments of its forward.
+        loss: Takes the output to a scalar; None means the output carries it.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Loss | None
+
+    @staticmethod
+    def of(model: nn.Module, batch: object, loss: Loss | None = None) -> Step:
+        """Build a step from a user's batch: a mapping is keywords, a tuple or list positions, else one argument.
+
+        Raises:
+            BatchError: The model is not a module, has nothing to train, or the batch holds no tensor.
+        """
+        if not isinstance(model, nn.Module):
+            raise BatchError(f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise BatchError(
+                f"{type(model).__name__} has no parameter that requires a gradient: there is no backward to plan for"
+            )
+        if loss is not None and not callable(loss):
+            raise BatchError(f"loss must be a function of the model's output, got {type(loss).__name__}")
+        if isinstance(batch, Mapping):
+            step = Step(model, (), {str(name): value for name, value in batch.items()}, loss)
+        elif isinstance(batch, (tuple, list)):
+            step = Step(model, tuple(batch), {}, loss)
+        else:
+            step = Step(model, (batch,), {}, loss)
+        if not step.tensors():
+            raise BatchError(
+                f"batch holds no tensor (a {type(batch).__name__}): pass a tensor, a tuple of positional arguments "
+                "or a mapping of keyword arguments"
+            )
+        return step
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List the batch's tensors."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+        """Return the step with every tensor of the batch changed."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, change, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def forward(self) -> Any:
+        """Call the model."""
+        return self.model(*self.args, **self.kwargs)
+
+    def loss_of(self, output: object) -> torch.Tensor:
+        """Take the model's output to the scalar that is differentiated.
+
+        Uses `loss` where given, else `output.loss` or `output["loss"]`, else the mean over the floating-point outputs.
+
+        Raises:
+            BatchError: There is no scalar, or it does not depend on a parameter.
+        """
+        if self.loss is not None:
+            value = self.loss(output)
+        else:
+            value = getattr(output, "loss", None)
+            if value is None and isinstance(output, Mapping):
+                value = output.get("loss")
+            if value is None:
+                value = _mean_of_floats(output)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise BatchError(f"the loss must be one number, got {got}: pass loss=, a function of the model's output")
+        if not value.requires_grad:
+            raise BatchError("the loss depends on no parameter that requires a gradient: nothing would be trained")
+        return value
+
+
+def _mean_of_floats(output: object) -> torch.Tensor:
+    leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) and hasattr(output, "__dict__"):
+        leaves = pytree.tree_leaves(vars(output))
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    differentiable = [leaf for leaf in floats if leaf.requires_grad]
+    if not differentiable:
+        raise BatchError(
+            f"the model's output ({type(output).__name__}) holds no loss and no floating-point tensor that depends on "
+            "a parameter: pass loss=, a function of the model's output"
+        )
+    if len(floats) == 1:
+        return floats[0].mean()
+    return torch.stack([leaf.float().mean() for leaf in floats]).mean()
