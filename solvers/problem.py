@@ -24,6 +24,8 @@ class Stage:
         backward_extra_bytes: Likewise for its backward: gradients made so far, gradients in flight, temporaries.
         entry_extra_bytes: Likewise at the moment its backward begins, before it has allocated anything: gradients
             made so far and the gradient of its output. A replay that ends with this stage runs on top of these.
+
+    Extras may be negative: a stage's tensors are counted as alive together, which they need not have been.
     """
 
     name: str
