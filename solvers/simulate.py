@@ -131,6 +131,16 @@ def segment_peak(tables: Tables, segment: Segment) -> Peak:
     return tables.remember(segment, peak)
 
 
+def inner_moments(tables: Tables, segment: Segment) -> tuple[IntArray, int]:
+    """Return a leaf segment's replay moments, stage by stage, and the largest of its backward moments.
+
+    Both are above what the segment's backward starts on, as in `segment_peak`.
+    """
+    level = _inner_level(tables, segment)
+    backward = _backward_peak(tables, level, segment.start, segment.stop, segment.children)
+    return _replay(tables, segment, level), backward.nbytes
+
+
 def _top_peak(tables: Tables, segments: tuple[Segment, ...]) -> Peak:
     level = _level(tables, 0, tables.stage_count, segments, (0, len(tables.weight)), ())
     forward = level.alive + tables.forward_extra + tables.outliving_forward
