@@ -214,32 +214,52 @@ class ModelBuilder:
     def _hold(self, rank: int, places: dict[int, list[pulp.LpVariable]], gains: list[_Expression]) -> _Expression:
         """Add one tensor's bytes to the positions where it may be held first."""
         nbytes = self._bytes(int(self.tables.weight[rank]))
-        users = set(self.tables.consumers[rank]) | set(self.tables.holders[rank])
-        exclusive = len(users) == 1 and rank not in self.kept_tensors
+        producer = int(self.tables.producer[rank])
+        users = {*self.tables.consumers[rank], *self.tables.holders[rank]}
+        if rank in self.kept_tensors:
+            users.add(producer)
         so_far: _Expression = {}
         for position in sorted(places):
             starting: _Expression = dict.fromkeys(places[position], 1.0)
-            if exclusive or (not so_far and rank not in self.kept_tensors):
-                gain = starting
-                so_far = {**so_far, **starting}
+            parts = self._exclusive_sums(rank, position, so_far, starting, len(users) == 1)
+            if len(parts) == 1:
+                now = parts[0]
             else:
-                now = self._continuous(f"holds_{rank}_{position}")
-                for part in (so_far, *self._alternatives(rank, position, starting)):
-                    if part:
-                        self._at_most({**part, now: -1.0}, 0.0)
-                gain = {now: 1.0, **{variable: -value for variable, value in so_far.items()}}
-                so_far = {now: 1.0}
+                variable = self._continuous(f"holds_{rank}_{position}")
+                now = {variable: 1.0}
+                for part in parts:
+                    self._at_most({**part, variable: -1.0}, 0.0)
+            gain: _Expression = defaultdict(float, now)
+            for variable, value in so_far.items():
+                gain[variable] -= value
             for variable, value in gain.items():
                 gains[position][variable] += nbytes * value
+            so_far = now
         return so_far
 
-    def _alternatives(self, rank: int, position: int, starting: _Expression) -> list[_Expression]:
-        """Split off the save set, which does not exclude the items that start where it begins to count."""
+    def _exclusive_sums(
+        self, rank: int, position: int, so_far: _Expression, starting: _Expression, alone: bool
+    ) -> list[_Expression]:
+        """Return sums that are at most 1 each and whose largest says whether a tensor is held up to a position.
+
+        Items that cover one and the same stage exclude each other, and so do items that start together.
+
+        Args:
+            rank: The tensor.
+            position: The position.
+            so_far: Whether it is held before it.
+            starting: What starts to hold it there.
+            alone: Whether everything that may hold it covers one and the same stage.
+        """
+        if alone or not so_far and rank not in self.kept_tensors:
+            return [{**so_far, **starting}]
+        producer = int(self.tables.producer[rank])
         kept = self.kept_tensors.get(rank)
-        if kept is None or position != int(self.tables.producer[rank]) + 1:
-            return [starting]
-        rest = {variable: value for variable, value in starting.items() if variable is not kept}
-        return [{kept: 1.0}, rest]
+        if kept is None or position != producer + 1:
+            return [part for part in (so_far, starting) if part]
+        # Up to here only its own stage may hold it, when kept; its own operator does when that stage is replayed.
+        others = {variable: value for variable, value in starting.items() if variable is not kept}
+        return [part for part in ({**so_far, kept: 1.0}, others) if part]
 
     def _add_forward_moments(self, final: dict[int, _Expression]) -> None:
         """Bound what is alive as each stage runs: what is still in use, and what is held beyond its last use."""
@@ -291,11 +311,15 @@ class ModelBuilder:
         """Bound the moments of a segment with a save set that no other of its moments outweighs."""
         tables = self.tables
         chosen = self.model.selective[item.start, item.stop]
+        plain_bytes = self._bytes(max(moment.nbytes for moment in replay_moments(tables, item, frozenset())))
         names = frozenset(tables.outputs(item.operators))
         for moment in replay_moments(tables, item, names):
             row: _Expression = defaultdict(float)
             row[self.held[item.start]] = 1.0
             row[chosen] = self._bytes(moment.nbytes)
+            row[self.model.plain[item.start, item.stop]] = plain_bytes
+            if item.stop == item.start + 1:
+                row[self.model.kept[item.start]] = self._bytes(int(tables.backward_extra[item.start]))
             if moment.ahead < item.stop:
                 row[self.kept_before[item.stop]] += 1.0
                 row[self.kept_before[moment.ahead]] -= 1.0
