@@ -1,0 +1,383 @@
+"""The one bridge from a Profile to a Problem: which intervals can be segments, what each costs, what is fixed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..profiler.records import Profile
+from ..solvers.problem import Candidate, Operator, Problem, Stage, Tensor
+
+NEGLIGIBLE = 1e-5
+"""Tensors below this share of the unplanned peak are left to the extras of their stage."""
+WORTHWHILE = 1e-3
+"""A candidate that frees less than this share of the saved bytes is not offered."""
+SAVABLE = 5e-4
+"""An operator that takes less than this share of the forward is not worth naming in a save set."""
+WINDOW = 6
+"""See `Bridge._narrowness`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Hold what the host pays for a segment, in nanoseconds: per region and replay, and per operator if selective."""
+
+    region_ns: int = 200_000
+    selective_operator_ns: int = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Name a module call that cannot be replayed, and why."""
+
+    module: str
+    reason: str
+
+
+class Bridge:
+    """Turn a profile into problems, and chosen intervals back into operators and calls.
+
+    Args:
+        profile: The recorded step.
+        cross_operators: Offer segments across a container's own operators (not possible under torch.compile).
+        save_sets: Offer operators whose outputs a segment may keep.
+        host: Host costs of the device.
+    """
+
+    def __init__(
+        self, profile: Profile, *, cross_operators: bool = True, save_sets: bool = True, host: HostCosts | None = None
+    ) -> None:
+        self.profile = profile
+        self.cross_operators = cross_operators
+        self.host = host or HostCosts()
+        self.bounds = [span.start for span in profile.stages] + [profile.loss_stop]
+        self._stage_of = np.repeat(np.arange(len(profile.stages)), np.diff(self.bounds))
+        self._times = np.concatenate([[0], np.cumsum([o.forward_ns for o in profile.operators[: profile.loss_stop]])])
+        self._index_hazards()
+        self.savable = self._savable() if save_sets else []
+        self.tensors, self._tensor_of = self._tensors()
+        self.operators = tuple(
+            Operator(
+                stage=int(self._stage_of[k]),
+                forward_ns=profile.operators[k].forward_ns,
+                outputs=tuple(sorted(self._tensor_of[s] for s in profile.operators[k].produces)),
+            )
+            for k in self.savable
+        )
+        self.stages = self._stages()
+        self.candidates = self._candidates()
+
+    def problem(self, budget_bytes: int) -> Problem:
+        """State the problem for a budget in bytes."""
+        return Problem(
+            stages=self.stages,
+            tensors=self.tensors,
+            candidates=self.candidates,
+            operators=self.operators,
+            fixed_bytes=self.profile.fixed_bytes(),
+            floor_bytes=self.profile.parts.optimizer_step_peak,
+            budget_bytes=budget_bytes,
+            step_ns=self.profile.step_ns,
+        )
+
+    def refusals(self) -> list[Refusal]:
+        """List the module calls that cannot be replayed, with their reasons."""
+        return [
+            Refusal(call.module or call.kind, finding)
+            for call in self.profile.calls
+            for finding in call.findings
+            if call.parent >= 0
+        ]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the operators of an interval of stages, half open."""
+        return self.bounds[start], self.bounds[stop]
+
+    def members(self, start: int, stop: int) -> list[int]:
+        """Return the largest module calls inside an interval of stages, in order."""
+        first, end = self.span(start, stop)
+        members: list[int] = []
+        position = first
+        for index, call in enumerate(self.profile.calls):
+            if call.start >= position and call.stop <= end and call.stop > call.start:
+                members.append(index)
+                position = call.stop
+        return members
+
+    def crosses(self, start: int, stop: int) -> bool:
+        """Say whether containers run operators of their own between the members of an interval."""
+        first, end = self.span(start, stop)
+        inside = sum(self.profile.calls[m].stop - self.profile.calls[m].start for m in self.members(start, stop))
+        return inside < end - first
+
+    def replays_whole(self, start: int, stop: int) -> bool:
+        """Say whether early stop would cut off an operator that still fills what was saved (RReLU's noise)."""
+        first, end = self.span(start, stop)
+        return any(self.profile.operators[k].fills_argument for k in range(first, end))
+
+    def restored_buffers(self, start: int, stop: int) -> tuple[str, ...]:
+        """Name the buffers whose values a replay must see as they were: read or written inside, written since."""
+        first, end = self.span(start, stop)
+        names = {
+            storage.name
+            for storage in self.profile.storages
+            if storage.kind == "buffer"
+            and (
+                any(first <= k < end for k in storage.written_by)
+                or (any(first <= k < end for k in storage.read_by) and any(k >= end for k in storage.written_by))
+            )
+        }
+        return tuple(sorted(names))
+
+    def saved_operator(self, operator: int, start: int) -> tuple[str, int]:
+        """Name an operator of `operators` as selective checkpointing counts it in a segment that begins at `start`."""
+        index = self.savable[operator]
+        name = self.profile.operators[index].operator
+        first = self.bounds[start]
+        earlier = sum(self.profile.operators[k].operator == name for k in range(first, index))
+        return name, earlier
+
+    def _index_hazards(self) -> None:
+        """Note what forbids an interval: calls that cannot be replayed, in-place writes across its edges."""
+        profile = self.profile
+        stop = profile.loss_stop
+        self._unreplayable = [(c.start, c.stop) for c in profile.calls if c.findings and c.stop > c.start]
+        self._hooked = [(c.start, c.stop) for c in profile.calls if c.hooked and c.stop > c.start]
+        self._forbidden = [
+            k
+            for k in range(stop)
+            if profile.operators[k].private_generator
+            or any(profile.storages[s].kind == "parameter" for s in profile.operators[k].writes)
+        ]
+        self._writes = [
+            (profile.storages[s].born, k)
+            for k in range(stop)
+            for s in profile.operators[k].writes
+            if profile.storages[s].kind in ("activation", "batch")
+        ]
+        saves = np.zeros(stop, dtype=bool)
+        for storage in profile.storages:
+            for k in storage.saved_by:
+                if k < stop:
+                    saves[k] = True
+        self._saving = np.flatnonzero(saves)
+        self._shortest_from: dict[int, int] = {}
+        self._shortest_to: dict[int, int] = {}
+        for call in profile.calls:
+            if call.stop > call.start:
+                self._shortest_from[call.start] = min(call.stop, self._shortest_from.get(call.start, call.stop))
+                self._shortest_to[call.stop] = max(call.start, self._shortest_to.get(call.stop, call.start))
+
+    def _savable(self) -> list[int]:
+        profile = self.profile
+        least_ns = SAVABLE * profile.forward_ns
+        return [
+            k
+            for k, operator in enumerate(profile.operators[: profile.loss_stop])
+            if operator.produces
+            and operator.counted
+            and not operator.is_random
+            and not operator.writes
+            and operator.forward_ns >= least_ns
+            and all(not profile.storages[s].written_by for s in operator.produces)
+        ]
+
+    def _tensors(self) -> tuple[tuple[Tensor, ...], dict[int, int]]:
+        """List the storages some plan could keep or free; those of one fate are merged into one tensor."""
+        profile, n = self.profile, len(self.profile.stages)
+        kept = {s for k in self.savable for s in profile.operators[k].produces}
+        least = NEGLIGIBLE * profile.peak_bytes()
+        merged: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for index, storage in enumerate(profile.storages):
+            if storage.kind != "activation" or not 0 <= storage.born < profile.loss_stop:
+                continue
+            if storage.nbytes < least and index not in kept:
+                continue
+            producer = int(self._stage_of[storage.born])
+            holders = tuple(sorted({int(self._stage_of[k]) for k in storage.saved_by}))
+            readers = {int(self._stage_of[k]) for k in storage.read_by} | set(holders)
+            consumers = tuple(sorted(stage for stage in readers if stage > producer))
+            last = storage.last_unsaved
+            last_alive = n if last is None else int(self._stage_of[max(last, storage.born)])
+            if not (holders or consumers or last_alive > producer or index in kept):
+                continue
+            own = index if index in kept else -1
+            merged[producer, holders, consumers, last_alive, own].append(index)
+        tensors: list[Tensor] = []
+        tensor_of: dict[int, int] = {}
+        for (producer, holders, consumers, last_alive, _), members in merged.items():
+            for index in members:
+                tensor_of[index] = len(tensors)
+            tensors.append(
+                Tensor(
+                    nbytes=sum(profile.storages[index].nbytes for index in members),
+                    producer=producer,  # pyright: ignore[reportArgumentType]
+                    holders=holders,  # pyright: ignore[reportArgumentType]
+                    consumers=consumers,  # pyright: ignore[reportArgumentType]
+                    last_alive=last_alive,  # pyright: ignore[reportArgumentType]
+                )
+            )
+        return tuple(tensors), tensor_of
+
+    def _stages(self) -> tuple[Stage, ...]:
+        """Split what was alive at every moment into the tensors and each stage's extras."""
+        profile, n = self.profile, len(self.profile.stages)
+        live = profile.live_bytes() - profile.fixed_bytes()
+        forward_model = np.zeros(n + 1, dtype=np.int64)
+        backward_model = np.zeros(n + 1, dtype=np.int64)
+        for tensor in self.tensors:
+            until = n if tensor.holders else tensor.last_alive + 1
+            forward_model[tensor.producer] += tensor.nbytes
+            if until < n:
+                forward_model[until] -= tensor.nbytes
+            if tensor.last_alive >= n:
+                backward_model[0] += tensor.nbytes
+            elif tensor.holders:
+                backward_model[tensor.holders[0]] += tensor.nbytes
+        forward_model, backward_model = np.cumsum(forward_model), np.cumsum(backward_model)
+        forward = np.array([int(live[a:b].max()) for a, b in zip(self.bounds, self.bounds[1:], strict=False)])
+        backward, entry = self._backward_moments(live)
+        return tuple(
+            Stage(
+                name=profile.stages[i].name,
+                forward_ns=int(self._times[self.bounds[i + 1]] - self._times[self.bounds[i]]),
+                forward_extra_bytes=int(forward[i] - forward_model[i]),
+                backward_extra_bytes=int(backward[i] - backward_model[i]),
+                entry_extra_bytes=int(entry[i] - backward_model[i]),
+            )
+            for i in range(n)
+        )
+
+    def _backward_moments(self, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return, per stage, the most bytes alive in its backward and the bytes alive just before it."""
+        profile, n = self.profile, len(self.profile.stages)
+        resident = np.zeros(len(profile.operators) + 1, dtype=np.int64)
+        for storage in profile.storages:
+            begin, end = storage.born + 1, storage.last
+            if end is None or end >= storage.born:
+                resident[max(begin, 0)] += storage.nbytes
+                if end is not None:
+                    resident[end + 1] -= storage.nbytes
+        before = np.cumsum(resident)[:-1] + profile.parts.optimizer - profile.fixed_bytes()
+        worst = np.full(n, -1, dtype=np.int64)
+        first: dict[int, int] = {}
+        for k in range(profile.loss_stop, len(profile.operators)):
+            stage = int(self._stage_of[profile.operators[k].forward_of])
+            worst[stage] = max(worst[stage], live[k])
+            first.setdefault(stage, k)
+        entry = np.zeros(n, dtype=np.int64)
+        following = int(before[profile.loss_stop]) if profile.loss_stop < len(before) else 0
+        for stage in reversed(range(n)):
+            if stage in first:
+                following = int(before[first[stage]])
+            entry[stage] = following
+            if worst[stage] < 0:
+                worst[stage] = following
+        return worst, entry
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        n = len(self.profile.stages)
+        saved = sum(tensor.nbytes for tensor in self.tensors if tensor.holders)
+        freed_by_pair: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for tensor in self.tensors:
+            if tensor.holders and tensor.producer >= 0:
+                freed_by_pair[tensor.producer].append((tensor.holders[0], tensor.nbytes))
+        operators_of = defaultdict[int, list[int]](list)
+        for index, operator in enumerate(self.operators):
+            operators_of[operator.stage].append(index)
+        candidates: list[Candidate] = []
+        narrow_start, narrow_stop = self._narrowness()
+        for start in range(n):
+            first = self.bounds[start]
+            for stop in range(start + 1, n + 1):
+                end = self.bounds[stop]
+                if stop - start > min(narrow_start[start], narrow_stop[stop]):
+                    continue
+                if self._shortest_from[first] > end or self._shortest_to[end] < first:
+                    continue
+                frees = sum(
+                    nbytes
+                    for stage in range(start, stop)
+                    for holder, nbytes in freed_by_pair.get(stage, ())
+                    if holder < stop
+                )
+                if frees < WORTHWHILE * saved or not self._allowed(first, end):
+                    continue
+                if not self.cross_operators and self.crosses(start, stop):
+                    continue
+                candidates.append(self._candidate(start, stop, operators_of))
+        return tuple(candidates)
+
+    def _narrowness(self) -> tuple[list[int], list[int]]:
+        """Return, per position, how long a segment may be that begins (ends) there; 0 where no module call does.
+
+        A long segment should begin and end where little travels: a position serves lengths up to `WINDOW` times its
+        distance to the nearest position where less does. Lengths beyond cost time to solve and gain next to nothing.
+        """
+        n = len(self.profile.stages)
+        travels = np.zeros(n + 2, dtype=np.int64)
+        for tensor in self.tensors:
+            if tensor.consumers:
+                travels[tensor.producer + 1] += tensor.nbytes
+                travels[tensor.consumers[-1] + 1] -= tensor.nbytes
+        travels = np.cumsum(travels)[: n + 1]
+        starts = [bound in self._shortest_from for bound in self.bounds]
+        stops = [bound in self._shortest_to for bound in self.bounds]
+        travels_after = travels.copy()
+        for position in reversed(range(n)):
+            if not starts[position]:
+                travels_after[position] = min(travels[position], travels_after[position + 1])
+
+        def reach(weights: np.ndarray, allowed: list[bool]) -> list[int]:
+            places = [position for position in range(n + 1) if allowed[position]]
+            reaches = [0] * (n + 1)
+            for position in places:
+                nearer = [abs(other - position) for other in places if weights[other] < weights[position]]
+                reaches[position] = WINDOW * min(nearer, default=n)
+            return reaches
+
+        return reach(travels, starts), reach(travels_after, stops)
+
+    def _candidate(self, start: int, stop: int, operators_of: dict[int, list[int]]) -> Candidate:
+        first, end = self.span(start, stop)
+        last_saving = int(self._saving[bisect_left(self._saving, end) - 1])
+        replay_stop = end if self.replays_whole(start, stop) else last_saving + 1
+        return Candidate(
+            start=start,
+            stop=stop,
+            replay_ns=int(self._times[replay_stop] - self._times[first]) + self.host.region_ns,
+            selective_ns=2 * self.host.selective_operator_ns * (end - first),
+            operators=tuple(
+                index
+                for stage in range(start, stop)
+                for index in operators_of.get(stage, ())
+                if self.savable[index] < replay_stop
+            ),
+        )
+
+    def _allowed(self, first: int, end: int) -> bool:
+        """Say whether replaying the operators [first, end) computes the same again and disturbs nothing."""
+        if _any_inside(self._unreplayable, first, end) or any(first <= k < end for k in self._forbidden):
+            return False
+        if any(first <= a and b <= end and (a, b) != (first, end) for a, b in self._hooked):
+            return False
+        if any(born < first <= k < end for born, k in self._writes):
+            return False
+        return not any(
+            born < first and k >= end and self._reads_between(born, k, first, end) for born, k in self._writes
+        )
+
+    def _reads_between(self, born: int, writer: int, first: int, end: int) -> bool:
+        """Say whether a storage written later by `writer` is an input of the operators [first, end)."""
+        return any(
+            self.profile.storages[s].born == born and any(first <= k < end for k in self.profile.storages[s].read_by)
+            for s in self.profile.operators[writer].writes
+        )
+
+
+def _any_inside(spans: Iterable[tuple[int, int]], first: int, end: int) -> bool:
+    return any(first <= a and b <= end for a, b in spans)
