@@ -160,7 +160,7 @@ class _Binding:
                     f"segment {segment.where}: a call is in two segments; segments must be disjoint or nested"
                 )
             taken.update(segment.calls)
-            (level.singles if len(segment.calls) == 1 else level.runs)[segment.calls[0]] = segment
+            level.add(segment)
         return level
 
     def _segment(self, planned: PlannedSegment, parent: PlannedSegment | None) -> Segment:
@@ -174,6 +174,7 @@ class _Binding:
         if len(calls) > 1:
             self._admit_run(planned, members, calls, where)
         return Segment(
+            root=self._root,
             where=where,
             calls=calls,
             members=members,

@@ -17,7 +17,7 @@ from torch import nn
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
-from .session import Level, Session
+from .session import Level, Session, Sessions
 
 
 class Planned:
@@ -26,19 +26,19 @@ class Planned:
     Attributes:
         root: The model.
         training: The root's training flag with which the plan is in force.
-        session: The state of each thread.
+        sessions: The state of each thread.
     """
 
     def __init__(self, root: nn.Module, training: bool, top: Level) -> None:
         self.root = root
         self.training = training
-        self.session = Session(top)
+        self.sessions = Sessions(top)
 
-    def in_force(self) -> bool:
+    def in_force(self, session: Session) -> bool:
         """Return whether a call made now is to be checkpointed."""
-        if not torch.is_grad_enabled():
-            return False
-        return self.session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
+        return torch.is_grad_enabled() and (
+            session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
+        )
 
 
 class _Attached:
@@ -96,18 +96,20 @@ class PlannedForward(_Attached):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, as a segment where one is planned for this call."""
         planned = self.planned
-        if planned is None or not planned.in_force():
+        if planned is None:
             return self.original(*args, **kwargs)
-        session = planned.session
+        session = planned.sessions.here
+        if not planned.in_force(session):
+            return self.original(*args, **kwargs)
         if session.counts is not None or not self.scope:
-            return self._run(session, args, kwargs)
+            return self._run(planned.sessions, session, args, kwargs)
         session.counts = {}
         try:
-            return self._run(session, args, kwargs)
+            return self._run(planned.sessions, session, args, kwargs)
         finally:
             session.counts = None
 
-    def _run(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, sessions: Sessions, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counts, index = session.counts, 0
         if counts is not None:
             if self.counted:
@@ -126,11 +128,11 @@ class PlannedForward(_Attached):
         body = self._in_scope if self.scope else self.original
         if segment is None:
             return body(*args, **kwargs)
-        return OneCall(session, segment, Inputs(args, kwargs)).run(body, args, kwargs)
+        return OneCall(sessions, session, segment, Inputs(args, kwargs)).run(body, args, kwargs)
 
     def _in_scope(self, /, *args: Any, **kwargs: Any) -> Any:
         assert self.planned is not None
-        return self.planned.session.scoped(self.original, args, kwargs)
+        return self.planned.sessions.here.scoped(self.original, args, kwargs)
 
 
 class BeforeMember(_Attached):
@@ -141,17 +143,15 @@ class BeforeMember(_Attached):
         planned = self.planned
         if planned is None or torch.compiler.is_compiling():
             return
-        session = planned.session
-        if session.scopes == 0:
+        session = planned.sessions.here
+        if session.counts is None:
             return
-        if not planned.in_force():
+        if not planned.in_force(session):
             session.suspended.append(None)
             return
-        counts = session.counts
-        assert counts is not None
-        index = counts.get(self.key, 0)
-        counts[self.key] = index + 1
-        loop = begin_runs(session, (self.key, index), args, kwargs)
+        index = session.counts.get(self.key, 0)
+        session.counts[self.key] = index + 1
+        loop = begin_runs(planned.sessions, (self.key, index), args, kwargs)
         if loop is not None:
             loop.begin_call(module, args, kwargs)
         session.suspended.append(loop)
@@ -166,8 +166,8 @@ class AfterMember(_Attached):
         planned = self.planned
         if planned is None or torch.compiler.is_compiling():
             return
-        session = planned.session
-        if session.scopes == 0:
+        session = planned.sessions.here
+        if session.counts is None:
             return
         loop = session.suspended.pop()
         session.loop = loop

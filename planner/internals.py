@@ -14,6 +14,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch._C._autograd import _make_saved_tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.backends import cuda
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import checkpoint
 
@@ -116,3 +117,31 @@ def remove_function_mode(mode: TorchFunctionMode) -> bool:
     for each in reversed(above):
         _push_mode(each)
     return found
+
+
+def ambient_settings() -> tuple[Any, ...]:
+    """Return the process-wide settings that change results and that torch does not bring back for a replay."""
+    return _get_dtype(), _get_flash(), _get_efficient(), _get_math(), _get_cudnn()
+
+
+def set_ambient(settings: tuple[Any, ...]) -> None:
+    """Bring back what `ambient_settings` returned."""
+    torch.set_default_dtype(settings[0])
+    cuda.enable_flash_sdp(settings[1])
+    cuda.enable_mem_efficient_sdp(settings[2])
+    cuda.enable_math_sdp(settings[3])
+    cuda.enable_cudnn_sdp(settings[4])
+
+
+# The public readers are Python around these, and a region reads them twice.
+_get_dtype = torch.get_default_dtype
+_get_flash = torch._C._get_flash_sdp_enabled
+_get_efficient = torch._C._get_mem_efficient_sdp_enabled
+_get_math = torch._C._get_math_sdp_enabled
+_get_cudnn = torch._C._get_cudnn_sdp_enabled
+
+
+def is_sharded(root: nn.Module) -> bool:
+    """Return whether FSDP2 manages some of a model's parameters."""
+    kinds = {base.__name__ for module in root.modules() for base in type(module).__mro__}
+    return "FSDPModule" in kinds

@@ -24,7 +24,7 @@ from .internals import (
 )
 from .packing import Inputs, tensors_in
 from .region import Region
-from .session import CallKey, Segment, Session
+from .session import CallKey, Segment, Sessions
 from .tape import Tape
 
 
@@ -195,8 +195,9 @@ class _Between(TorchFunctionMode):
         return output
 
 
-def begin_runs(session: Session, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop | None:
+def begin_runs(sessions: Sessions, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop | None:
     """Begin every run whose first member's call this is, outer ones first, and return the loop it belongs to."""
+    session = sessions.here
     loop = session.loop
     if loop is not None:
         loop.pause()
@@ -205,7 +206,7 @@ def begin_runs(session: Session, call: CallKey, args: tuple[Any, ...], kwargs: d
     segment: Segment | None = session.level.runs.get(call)
     while segment is not None:
         loop = loop or Loop()
-        Run(session, segment, Inputs(args, kwargs)).begin(loop)
+        Run(sessions, session, segment, Inputs(args, kwargs)).begin(loop)
         segment = session.level.runs.get(call)
     if loop is not None:
         loop.call = call

@@ -6,13 +6,13 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch.backends import cuda
 
 from .errors import ApplyError, ReplayStateError
-from .internals import buffers_of, checkpoint_generator, version_of
+from .internals import ambient_settings, buffers_of, checkpoint_generator, is_sharded, set_ambient, version_of
 from .packing import Inputs, picture, rebuild, refuse_iterators
-from .session import Segment, Session
+from .session import Segment, Session, Sessions
 
+_NO_COUNTS: dict[int, int] = {}
 _STOPPED = "the region's generator did not stop"
 
 
@@ -24,15 +24,17 @@ class Region:
 
     __slots__ = (
         *("_ambient", "_counts", "_facts", "_flags", "_generator", "_held", "_inputs", "_pictures", "_versions"),
-        *("outer", "segment", "session"),
+        *("outer", "segment", "session", "sessions"),
     )
 
-    def __init__(self, session: Session, segment: Segment, inputs: Inputs) -> None:
+    def __init__(self, sessions: Sessions, session: Session, segment: Segment, inputs: Inputs) -> None:
+        self.sessions = sessions
+        # The session of the thread that runs forward; a replay may come in another one.
         self.session = session
         self.segment = segment
         self.outer = session.level
         self._inputs: Inputs | None = inputs
-        self._facts: list[Any] = []
+        self._facts: tuple[list[int], list[int], list[bool]] = ([], [], [])
         self._held: list[torch.Tensor] = []
         self._generator: Generator[None, None, None] | None = None
 
@@ -49,8 +51,8 @@ class Region:
         self._pictures = picture(inputs.objects) if inputs.objects else None
         self._versions = [version_of(tensor) for tensor in inputs.tensors]
         self._flags = [module.training for module in segment.modules]
-        self._ambient = _ambient()
-        self._counts = dict(session.counts) if session.counts is not None else {}
+        self._ambient = ambient_settings()
+        self._counts = _NO_COUNTS if session.counts is None or segment.inside.empty else session.counts.copy()
         self._generator = checkpoint_generator(
             self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
         )
@@ -90,7 +92,7 @@ class Region:
     def _contexts(self) -> tuple[Any, Any]:
         session, save = self.session, self.segment.save
         assert save is not None
-        return save.contexts(lambda: session.uncounted)
+        return save.contexts(session)
 
     def _check_inputs(self, inputs: Inputs) -> None:
         where = self.segment.where
@@ -108,63 +110,62 @@ class Region:
                 "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
             )
 
-    def _parameter_facts(self) -> list[Any]:
-        facts: list[Any] = []
-        for parameters, name in self.segment.parameters:
-            value = parameters.get(name)
-            # A sharded parameter and its gathered form take turns under FSDP2; neither says anything about the values.
-            if value is None or type(value).__name__ == "DTensor":
-                facts.append(None)
-            else:
-                facts.append((id(value), value._version, value.requires_grad))
-        return facts
+    def _parameter_facts(self) -> tuple[list[int], list[int], list[bool]]:
+        # Three flat lists, as this runs twice for every region.
+        values: list[Any] = [holder[name] for holder, name in self.segment.parameters]
+        return [id(v) for v in values], [v._version for v in values], [v.requires_grad for v in values]
 
-    def _check_state(self) -> None:
-        for (_, name), before, now in zip(
-            self.segment.parameters, self._facts, self._parameter_facts(), strict=True
-        ):  # fmt: skip
-            if before == now or before is None or now is None:
-                continue
-            if before[0] != now[0]:
+    def _report_change(self, now: tuple[list[int], list[int], list[bool]]) -> None:
+        # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
+        if is_sharded(self.segment.root):
+            return
+        for position, (holder, name) in enumerate(self.segment.parameters):
+            before, after = ([facts[position] for facts in pair] for pair in (self._facts, now))
+            if before[0] != after[0]:
                 reason = "is another tensor (weights substituted by functional_call or a parametrization are gone)"
-            elif before[1] != now[1]:
+            elif before[1] != after[1]:
                 reason = "was changed in place (an optimizer step between forward and backward?)"
+            elif before[2] != after[2]:
+                reason = f"has requires_grad {after[2]}, {before[2]} in forward"
             else:
-                reason = f"has requires_grad {now[2]}, {before[2]} in forward"
+                continue
             raise ReplayStateError(
-                f"segment {self.segment.where}: parameter {name!r} {reason}; its replay would give wrong gradients. "
-                "Run backward before the change, or plan without this segment"
+                f"segment {self.segment.where}: parameter {name!r} of shape {list(getattr(holder[name], 'shape', ()))} {reason}; its "
+                "replay would give wrong gradients. Run backward before the change, or plan without this segment"
             )
 
     def _replay(self, *tensors: torch.Tensor) -> None:
-        self._check_state()
+        facts = self._parameter_facts()
+        if facts != self._facts:
+            self._report_change(facts)
         flags = [module.training for module in self.segment.modules]
-        ambient = _ambient()
+        ambient = ambient_settings()
         originals = [(module, name, buffers_of(module)[name]) for module, name in self.segment.buffers]
         try:
             if flags != self._flags:
                 _set_flags(self.segment, self._flags)
             if ambient != self._ambient:
-                _set_ambient(self._ambient)
+                set_ambient(self._ambient)
             if originals:
                 for (module, name), value in zip(self.segment.buffers, self._clone(self._held), strict=True):
                     buffers_of(module)[name] = value
-            self.session.replay(self.segment.inside, self._counts, self.again, tensors)
+            self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
         finally:
             for module, name, value in originals:
                 buffers_of(module)[name] = value
             if ambient != self._ambient:
-                _set_ambient(ambient)
+                set_ambient(ambient)
             if flags != self._flags:
                 _set_flags(self.segment, flags)
 
     def _clone(self, values: list[Any]) -> list[torch.Tensor]:
         # Forward and replay both clone inside the region, so torch's own operator counts stay in step.
-        outer, self.session.uncounted = self.session.uncounted, True
+        session = self.sessions.here
+        outer, session.uncounted = session.uncounted, True
         try:
             return [value.detach().clone() for value in values]
         finally:
-            self.session.uncounted = outer
+            session.uncounted = outer
 
 
 class OneCall(Region):
@@ -195,25 +196,6 @@ class OneCall(Region):
         """Call the forward again."""
         args, kwargs = rebuild(self._template, dict(enumerate(tensors)))
         self._forward(*args, **kwargs)
-
-
-def _ambient() -> tuple[Any, ...]:
-    """Return the process-wide settings that change results and that torch does not bring back for a replay."""
-    return (
-        torch.get_default_dtype(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-
-
-def _set_ambient(ambient: tuple[Any, ...]) -> None:
-    torch.set_default_dtype(ambient[0])
-    cuda.enable_flash_sdp(ambient[1])
-    cuda.enable_mem_efficient_sdp(ambient[2])
-    cuda.enable_math_sdp(ambient[3])
-    cuda.enable_cudnn_sdp(ambient[4])
 
 
 def _set_flags(segment: Segment, flags: list[bool]) -> None:

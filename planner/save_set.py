@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -12,7 +12,8 @@ from .errors import ApplyError
 from .internals import OPERATOR_TYPES
 from .plan import SavedOperator
 
-Uncounted = Callable[[], bool]
+if TYPE_CHECKING:
+    from .session import Session
 
 
 class SaveSet:
@@ -26,27 +27,23 @@ class SaveSet:
             _resolve(saved.operator, where)
             self._kept[saved.operator] = self._kept.get(saved.operator, frozenset()) | {saved.index}
 
-    def contexts(self, uncounted: Uncounted) -> tuple[Any, Any]:
-        """Return the forward and the replay context of one region.
-
-        Args:
-            uncounted: Whether the operator running now is the applier's own and must not be counted.
-        """
+    def contexts(self, session: Session) -> tuple[Any, Any]:
+        """Return the forward and the replay context of one region; operators the session marks are not counted."""
         kept = {_resolve(name, ""): indices for name, indices in self._kept.items()}
-        return create_selective_checkpoint_contexts(_Policy(kept, uncounted))
+        return create_selective_checkpoint_contexts(_Policy(kept, session))
 
 
 class _Policy:
-    __slots__ = ("_counts", "_kept", "_uncounted")
+    __slots__ = ("_counts", "_kept", "_session")
 
-    def __init__(self, kept: dict[Any, frozenset[int]], uncounted: Uncounted) -> None:
+    def __init__(self, kept: dict[Any, frozenset[int]], session: Session) -> None:
         self._kept = kept
         self._counts = dict.fromkeys(kept, 0)
-        self._uncounted = uncounted
+        self._session = session
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = self._kept.get(operator)
-        if kept is None or self._uncounted():
+        if kept is None or self._session.uncounted:
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = self._counts[operator]
         self._counts[operator] = index + 1

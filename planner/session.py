@@ -23,13 +23,20 @@ class Level:
     Attributes:
         singles: Segments of one call, by that call.
         runs: Segments of several calls, by the first of them.
+        empty: Whether there are none.
     """
 
-    __slots__ = ("runs", "singles")
+    __slots__ = ("empty", "runs", "singles")
 
     def __init__(self) -> None:
+        self.empty = True
         self.singles: dict[CallKey, Segment] = {}
         self.runs: dict[CallKey, Segment] = {}
+
+    def add(self, segment: Segment) -> None:
+        """Admit a segment."""
+        (self.singles if len(segment.calls) == 1 else self.runs)[segment.calls[0]] = segment
+        self.empty = False
 
     def holds(self, call: CallKey) -> bool:
         """Return whether a segment begins with this call."""
@@ -39,11 +46,12 @@ class Level:
 class Segment:
     """A planned segment with its names resolved to the model's own objects."""
 
-    __slots__ = ("buffers", "calls", "early_stop", "inside", "modules", "parameters", "save", "where")
+    __slots__ = ("buffers", "calls", "early_stop", "inside", "modules", "parameters", "root", "save", "where")
 
     def __init__(
         self,
         *,
+        root: nn.Module,
         where: str,
         calls: tuple[CallKey, ...],
         members: list[nn.Module],
@@ -52,6 +60,7 @@ class Segment:
         early_stop: bool,
         buffers: list[tuple[nn.Module, str]],
     ) -> None:
+        self.root = root
         self.where = where
         self.calls = calls
         self.inside = inside
@@ -60,42 +69,37 @@ class Segment:
         self.buffers = buffers
         self.modules = list(dict.fromkeys(module for member in members for module in member.modules()))
         owned = [parameters_of(module) for module in self.modules]
-        self.parameters = [(parameters, name) for parameters in owned for name in parameters]
+        self.parameters = [(holder, name) for holder in owned for name, value in holder.items() if value is not None]
 
 
-class Session(threading.local):
-    """The state of one planned model in the running thread.
+class Session:
+    """The state of one planned model in one thread.
 
     Attributes:
         level: Segments that may begin now.
-        counts: Calls of each planned module so far in this forward; None outside of one.
+        counts: Calls of each planned module so far in this forward; None outside of one, and in the replay of a segment
+            with none inside, where no call can begin one.
         loop: The parent's loop between whose member calls we are; None inside a member or without an open run.
         open: Runs begun and not ended, in order.
         suspended: For each member call in progress, the loop it belongs to.
-        scopes: How many surroundings that end open runs are in progress.
         replaying: Whether a segment is being replayed.
         uncounted: Whether operators running now are the applier's own.
     """
 
+    __slots__ = ("counts", "level", "loop", "open", "replaying", "suspended", "uncounted")
+
     def __init__(self, top: Level) -> None:
-        self._top = top
         self.level = top
         self.counts: dict[int, int] | None = None
         self.loop: Loop | None = None
         self.open: list[Run] = []
         self.suspended: list[Loop | None] = []
-        self.scopes = 0
         self.replaying = False
         self.uncounted = False
-
-    def __reduce__(self) -> tuple[type[Session], tuple[Level]]:
-        # A copy or an unpickled session belongs to another model and starts idle.
-        return Session, (self._top,)
 
     def scoped(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `body`, and end every run that it leaves open: properly, or by dropping it after an exception."""
         level, loop, opened, suspended = self.level, self.loop, len(self.open), len(self.suspended)
-        self.scopes += 1
         try:
             output = body(*args, **kwargs)
             while len(self.open) > opened:
@@ -107,14 +111,29 @@ class Session(threading.local):
             raise
         finally:
             del self.suspended[suspended:]
-            self.scopes -= 1
             self.level, self.loop = level, loop
 
     def replay(self, level: Level, counts: dict[int, int], body: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Call `body` with the calls counted and the segments admitted as they were in forward."""
-        outer_level, outer_counts, outer_loop, outer = self.level, self.counts, self.loop, self.replaying
-        self.level, self.counts, self.loop, self.replaying = level, dict(counts), None, True
+        outer = self.level, self.counts, self.loop, self.replaying
+        self.level, self.counts, self.loop, self.replaying = level, None, None, True
         try:
-            self.scoped(body, args, {})
+            if level.empty:
+                body(*args)
+            else:
+                self.counts = counts.copy()
+                self.scoped(body, args, {})
         finally:
-            self.level, self.counts, self.loop, self.replaying = outer_level, outer_counts, outer_loop, outer
+            self.level, self.counts, self.loop, self.replaying = outer
+
+
+class Sessions(threading.local):
+    """The sessions of one planned model: `here` is the running thread's."""
+
+    def __init__(self, top: Level) -> None:
+        self._top = top
+        self.here = Session(top)
+
+    def __reduce__(self) -> tuple[type[Sessions], tuple[Level]]:
+        # A copy or an unpickled planned model is another model; its sessions start idle.
+        return Sessions, (self._top,)
