@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .retention_graph import RetentionGraph, bits
+from .level_edges import bits
+from .retention_graph import RetentionGraph
 from .tables import IntArray, Tables
 
 _LEAST_GRID, _MOST_GRID, _GRID_CELLS = 1024, 16384, 2**24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from . import dp, every_block, greedy, ilp, keep_everything, sqrt, uniform
+from . import dp, dp_nested, every_block, greedy, ilp, keep_everything, sqrt, uniform
 from .problem import Problem
 from .solution import Solution
 
@@ -24,5 +24,6 @@ SOLVERS: dict[str, Solver] = {
     "sqrt": sqrt.solve,
     "greedy": greedy.solve,
     "dp": dp.solve,
+    "dp_nested": dp_nested.solve,
     "ilp": ilp.solve,
 }

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from .level_edges import LevelEdge, LevelEdges, SaveOptions, bits
 from .problem import Problem, Segment
 from .save_options import save_options
 from .simulate import replay_ns, segment_peak
@@ -28,10 +27,12 @@ class RetentionGraph:
 
     Attributes:
         nodes: The nodes of each boundary: held set, as bits over tensor ranks, to node number.
-        source: Where each edge starts; edges are grouped by it, ascending.
+        source: Where each edge starts.
         target: Where each edge ends.
         added_bytes: What it adds to the resident bytes.
-        needed_bytes: Its largest moment, above fixed bytes and the resident bytes where it starts.
+        forward_bytes: Its largest forward moment, above fixed bytes and the resident bytes where it starts.
+        entered_bytes: A segment: what its backward starts on, likewise. A kept stage: its backward moment.
+        needed_bytes: Its largest moment of all, likewise.
         added_ns: Time of its replay.
         items: The segment, or None for a kept stage.
         pinned: The tensors counted as held from their producer on.
@@ -42,6 +43,8 @@ class RetentionGraph:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     added_bytes: list[int] = field(default_factory=list)
+    forward_bytes: list[int] = field(default_factory=list)
+    entered_bytes: list[int] = field(default_factory=list)
     needed_bytes: list[int] = field(default_factory=list)
     added_ns: list[int] = field(default_factory=list)
     items: list[Segment | None] = field(default_factory=list)
@@ -54,9 +57,8 @@ class RetentionGraph:
 
 
 class _TooManySetsError(Exception):
-    def __init__(self, position: int, sets: list[int]) -> None:
-        super().__init__(position, sets)
-        self.position = position
+    def __init__(self, sets: list[int]) -> None:
+        super().__init__(sets)
         self.sets = sets
 
 
@@ -69,7 +71,7 @@ def retention_graph(problem: Problem, tables: Tables, *, save_sets: bool) -> Ret
         pinned = 0
         while graph is None:
             try:
-                graph = _Builder(tables, options, pinned).build()
+                graph = _build(tables, options, pinned)
             except _TooManySetsError as error:
                 pinned |= _farthest(tables, error)
         tables.graphs[key] = graph
@@ -87,159 +89,58 @@ def _farthest(tables: Tables, error: _TooManySetsError) -> int:
     return sum(1 << rank for rank in ranks[: max(1, len(ranks) // 4)])
 
 
-def bits(mask: int) -> list[int]:
-    """Return the ranks that a mask names, ascending."""
-    ranks: list[int] = []
-    while mask:
-        low = mask & -mask
-        ranks.append(low.bit_length() - 1)
-        mask ^= low
-    return ranks
+def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
+    """Build the graph boundary by boundary, node by node.
+
+    Raises:
+        _TooManySetsError: If a boundary has more held sets than the limit.
+    """
+    count = tables.stage_count
+    edges = LevelEdges(tables, options, pinned)
+    first = pinned & edges.made[0] & edges.crossing[0]
+    graph = RetentionGraph(
+        nodes=[{first: 0}, *({} for _ in range(count))], pinned=pinned, first_bytes=edges.total(first)
+    )
+    met = 1
+    for position in range(count):
+        nodes = graph.nodes[position]
+        if len(nodes) > MOST_NODES_AT_A_BOUNDARY:
+            raise _TooManySetsError(list(nodes))
+        for held, node in nodes.items():
+            for edge in edges.leave(position, edges.crossing[position], held, top=True):
+                targets = graph.nodes[edge.stop]
+                if edge.held not in targets:
+                    targets[edge.held] = met
+                    met += 1
+                    if len(targets) > 4 * MOST_NODES_AT_A_BOUNDARY:
+                        raise _TooManySetsError(list(targets))
+                graph.source.append(node)
+                graph.target.append(targets[edge.held])
+                _price(tables, graph, position, edge)
+    return _numbered(graph)
 
 
-class _Builder:
-    """Build the graph boundary by boundary, node by node."""
+def _price(tables: Tables, graph: RetentionGraph, position: int, edge: LevelEdge) -> None:
+    """Append what an edge adds and needs at the top level."""
+    segment = None if edge.keep is None else Segment(start=position, stop=edge.stop, keep=edge.keep)
+    entered = edge.entered_bytes + tables.outliving_bytes
+    graph.added_bytes.append(edge.added_bytes)
+    graph.forward_bytes.append(edge.forward_bytes)
+    graph.entered_bytes.append(entered)
+    graph.needed_bytes.append(
+        max(edge.forward_bytes, entered + (segment_peak(tables, segment).nbytes if segment else 0))
+    )
+    graph.added_ns.append(replay_ns(tables, position, edge.stop, segment.keep) if segment else 0)
+    graph.items.append(segment)
 
-    def __init__(
-        self, tables: Tables, options: dict[tuple[int, int], tuple[tuple[int, ...], ...]], pinned: int
-    ) -> None:
-        self.tables = tables
-        self.options = options
-        self.count = tables.stage_count
-        self.weights: list[int] = [int(weight) for weight in tables.weight]
-        self.last: list[int] = [int(last) for last in tables.last_alive]
-        self.totals: dict[int, int] = {}
-        count = self.count
-        self.made = [0] * (count + 1)  # made[stage + 1]: bits of what the stage makes.
-        self.reads = [0] * count
-        self.holds = [0] * count
-        self.crossing = [0] * (count + 1)
-        for rank, weight in enumerate(self.weights):
-            if not weight:
-                continue
-            bit = 1 << rank
-            self.made[int(tables.producer[rank]) + 1] |= bit
-            for stage in tables.consumers[rank]:
-                self.reads[stage] |= bit
-            for stage in tables.holders[rank]:
-                self.holds[stage] |= bit
-            for position in range(int(tables.producer[rank]) + 1, self.last[rank] + 1):
-                self.crossing[position] |= bit
-        self.stops: list[list[int]] = [[] for _ in range(count)]
-        for start, stop in sorted(tables.candidates):
-            if tables.last_saver[stop] >= start:
-                self.stops[start].append(stop)
-        birth = np.bincount(np.maximum(tables.producer, 0), weights=tables.weight, minlength=count + 1)
-        death = np.bincount(np.minimum(tables.last_alive, count - 1) + 1, weights=tables.weight, minlength=count + 1)
-        alive = np.cumsum(birth[: count + 1] - death[: count + 1])[:count].astype(np.int64)
-        self.alive = alive + tables.outliving_forward + tables.forward_extra
-        first = pinned & self.made[0]
-        self.graph = RetentionGraph(
-            nodes=[{first & self.crossing[0]: 0}, *({} for _ in range(count))],
-            pinned=pinned,
-            first_bytes=self.total(first),
-        )
-        self.next_node = 1
 
-    def total(self, mask: int) -> int:
-        found = self.totals.get(mask)
-        if found is None:
-            found = sum(self.weights[rank] for rank in bits(mask))
-            self.totals[mask] = found
-        return found
-
-    def build(self) -> RetentionGraph:
-        """Return the finished graph.
-
-        Raises:
-            _TooManySetsError: If a boundary has more held sets than the limit.
-        """
-        for position in range(self.count):
-            nodes = self.graph.nodes[position]
-            if len(nodes) > MOST_NODES_AT_A_BOUNDARY:
-                raise _TooManySetsError(position, list(nodes))
-            for held, node in nodes.items():
-                self._leave(position, held, node)
-        return self._numbered()
-
-    def _numbered(self) -> RetentionGraph:
-        """Renumber the nodes by position: they were numbered as they were met."""
-        graph = self.graph
-        number: dict[int, int] = {}
-        for nodes in graph.nodes:
-            for held, node in nodes.items():
-                number[node] = len(number)
-                nodes[held] = number[node]
-        graph.source = [number[node] for node in graph.source]
-        graph.target = [number[node] for node in graph.target]
-        return graph
-
-    def _leave(self, position: int, held: int, node: int) -> None:
-        """Add every edge that leaves a node."""
-        tables = self.tables
-        end = self.stops[position][-1] if self.stops[position] else position + 1
-        alive = self.alive[position:end].copy()
-        for rank in bits(held):
-            alive[: self.last[rank] - position + 1] -= self.weights[rank]
-
-        pinned = self.graph.pinned
-        fixed = pinned & self.made[position + 1] & self.crossing[position + 1]
-        new = (self.holds[position] | fixed) & ~held
-        added = self.total(new)
-        backward = added + tables.outliving_bytes + int(tables.backward_extra[position])
-        self._add(position + 1, held | new, node, added, max(int(alive[0]), backward), 0, None)
-
-        forward_of: dict[int, tuple[np.ndarray, list[int]]] = {}
-        exists = 0
-        inputs = 0
-        made_inside = 0
-        stage = position
-        for stop in self.stops[position]:
-            while stage < stop:
-                inputs |= self.reads[stage] & self.crossing[position]
-                made_inside |= self.made[stage + 1]
-                stage += 1
-            exists = inputs & ~held
-            if exists not in forward_of:
-                forward = alive.copy()
-                for rank in bits(exists):
-                    forward[self.last[rank] - position + 1 :] += self.weights[rank]
-                forward_of[exists] = forward, [int(most) for most in np.maximum.accumulate(forward)]
-            forward, most = forward_of[exists]
-            entered = self.total(exists) + tables.outliving_bytes
-            for keep in ((), *self.options.get((position, stop), ())):
-                segment = Segment(start=position, stop=stop, keep=keep)
-                kept = sum(1 << rank for rank in tables.outputs(keep))
-                new = exists | kept | (pinned & made_inside & self.crossing[stop])
-                run = (
-                    most[stop - position - 1] if not kept else self._forward(forward[: stop - position], position, kept)
-                )
-                needed = max(run, entered + segment_peak(tables, segment).nbytes)
-                cost = replay_ns(tables, position, stop, keep)
-                self._add(stop, held | new, node, self.total(new), needed, cost, segment)
-
-    def _forward(self, forward: np.ndarray, position: int, kept: int) -> int:
-        """Return the largest forward moment of a segment that keeps tensors it would have freed."""
-        forward = forward.copy()
-        for rank in bits(kept):
-            forward[self.last[rank] - position + 1 :] += self.weights[rank]
-        return int(forward.max())
-
-    def _add(
-        self, stop: int, held: int, node: int, added: int, needed: int, cost: int, segment: Segment | None
-    ) -> None:
-        nodes = self.graph.nodes[stop]
-        held &= self.crossing[stop]
-        target = nodes.get(held)
-        if target is None:
-            target = nodes[held] = self.next_node
-            self.next_node += 1
-            if len(nodes) > 4 * MOST_NODES_AT_A_BOUNDARY:
-                raise _TooManySetsError(stop, list(nodes))
-        graph = self.graph
-        graph.source.append(node)
-        graph.target.append(target)
-        graph.added_bytes.append(added)
-        graph.needed_bytes.append(needed)
-        graph.added_ns.append(cost)
-        graph.items.append(segment)
+def _numbered(graph: RetentionGraph) -> RetentionGraph:
+    """Renumber the nodes by position: they were numbered as they were met."""
+    number: dict[int, int] = {}
+    for nodes in graph.nodes:
+        for held, node in nodes.items():
+            number[node] = len(number)
+            nodes[held] = number[node]
+    graph.source = [number[node] for node in graph.source]
+    graph.target = [number[node] for node in graph.target]
+    return graph
