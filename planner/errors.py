@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 
 class PlanError(ValueError):
     """Base of everything a user can mend about a plan."""
@@ -21,3 +26,17 @@ class ApplyError(PlanError):
 
 class ReplayStateError(RuntimeError):
     """What a segment depends on changed between its forward and its replay, so gradients would be wrong."""
+
+
+class InfeasibleBudgetError(PlanError):
+    """No plan of the solver fits the budget.
+
+    Attributes:
+        least_peak_bytes: The smallest peak reached; planning with it as the budget succeeds.
+        plan: The plan that reaches it.
+    """
+
+    def __init__(self, message: str, *, least_peak_bytes: int, plan: Plan) -> None:
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
+        self.plan = plan

@@ -73,6 +73,8 @@ class Run(Region):
         assert self.session.open.pop() is self
         assert self.loop.runs.pop() is self
         self.tape.close()
+        # They lead back here through the frame: a cycle would keep the region's inputs until the collector comes.
+        del self._hooks
         self.loop.pause()
 
     def again(self, *tensors: torch.Tensor) -> None:

@@ -159,12 +159,13 @@ class Bridge:
             for s in profile.operators[k].writes
             if profile.storages[s].kind in ("activation", "batch")
         ]
-        saves = np.zeros(stop, dtype=bool)
+        saving: dict[int, int] = {}
         for storage in profile.storages:
             for k in storage.saved_by:
-                if k < stop:
-                    saves[k] = True
-        self._saving = np.flatnonzero(saves)
+                # Autograd saves an operator's inputs before it runs: a replay may stop there, without running it.
+                saving[k] = max(saving.get(k, k), k + 1 if storage.born == k else k)
+        self._saving = sorted(saving)
+        self._replay_stops = saving
         self._shortest_from: dict[int, int] = {}
         self._shortest_to: dict[int, int] = {}
         for call in profile.calls:
@@ -344,8 +345,8 @@ class Bridge:
 
     def _candidate(self, start: int, stop: int, operators_of: dict[int, list[int]]) -> Candidate:
         first, end = self.span(start, stop)
-        last_saving = int(self._saving[bisect_left(self._saving, end) - 1])
-        replay_stop = end if self.replays_whole(start, stop) else last_saving + 1
+        last_saving = self._saving[bisect_left(self._saving, end) - 1]
+        replay_stop = end if self.replays_whole(start, stop) else self._replay_stops[last_saving]
         return Candidate(
             start=start,
             stop=stop,

@@ -46,7 +46,7 @@ class Level:
 class Segment:
     """A planned segment with its names resolved to the model's own objects."""
 
-    __slots__ = ("buffers", "calls", "early_stop", "inside", "modules", "parameters", "root", "save", "where")
+    __slots__ = ("buffers", "calls", "early_stop", "inside", "modules", "parameters", "root", "save", "scope", "where")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Segment:
         save: SaveSet | None,
         early_stop: bool,
         buffers: list[tuple[nn.Module, str]],
+        scope: int,
     ) -> None:
         self.root = root
         self.where = where
@@ -67,6 +68,8 @@ class Segment:
         self.save = save
         self.early_stop = early_stop
         self.buffers = buffers
+        # Key of the nearest container around all members.
+        self.scope = scope
         self.modules = list(dict.fromkeys(module for member in members for module in member.modules()))
         owned = [parameters_of(module) for module in self.modules]
         self.parameters = [(holder, name) for holder in owned for name, value in holder.items() if value is not None]
@@ -97,21 +100,28 @@ class Session:
         self.replaying = False
         self.uncounted = False
 
-    def scoped(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `body`, and end every run that it leaves open: properly, or by dropping it after an exception."""
-        level, loop, opened, suspended = self.level, self.loop, len(self.open), len(self.suspended)
+    def scoped(
+        self, scope: int | None, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `body`, and end the runs begun in it that belong to this scope (None: all), or drop them if it raises.
+
+        A run may begin in one container and end in another; it belongs to the nearest container around both.
+        """
+        before, suspended = self.open.copy(), len(self.suspended)
+        level, loop = self.level, self.loop
         try:
             output = body(*args, **kwargs)
-            while len(self.open) > opened:
+            while any(scope is None or run.segment.scope == scope for run in self.open if run not in before):
                 self.open[-1].leave()
             return output
         except BaseException:
-            while len(self.open) > opened:
+            while self.open and self.open[-1] not in before:
                 self.open[-1].abandon()
             raise
         finally:
             del self.suspended[suspended:]
-            self.level, self.loop = level, loop
+            if self.open == before:
+                self.level, self.loop = level, loop
 
     def replay(self, level: Level, counts: dict[int, int], body: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Call `body` with the calls counted and the segments admitted as they were in forward."""
@@ -122,7 +132,7 @@ class Session:
                 body(*args)
             else:
                 self.counts = counts.copy()
-                self.scoped(body, args, {})
+                self.scoped(None, body, args, {})
         finally:
             self.level, self.counts, self.loop, self.replaying = outer
 

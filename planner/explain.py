@@ -1,0 +1,60 @@
+"""Say in words what holds a peak where it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ..profiler.records import Profile
+from ..profiler.recorder import Recording
+from .budget import format_bytes
+
+_WORDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "batch": "the batch",
+    "gradient": "gradients",
+}
+
+
+def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, limit: int = 4) -> str:
+    """Say where the peak of a recorded step is and what is alive there, largest first, as shares of the peak.
+
+    Args:
+        recording: A recorded step, planned or not.
+        profile: The profile it belongs to.
+        peak_bytes: The step's peak, optimizer included.
+        limit: How many holders to name.
+    """
+    live = recording.live_bytes()
+    parts = profile.parts
+    if parts.optimizer_step_peak >= int(live.max(initial=0)) + parts.optimizer:
+        return (
+            f"optimizer's step: parameters {format_bytes(parts.parameters)}, gradients "
+            f"{format_bytes(parts.gradients)}, optimizer state {format_bytes(parts.optimizer)}"
+        )
+    at = int(live.argmax())
+    held: dict[str, int] = defaultdict(int)
+    if parts.optimizer:
+        held["optimizer state"] = parts.optimizer
+    for storage in recording.storages:
+        if max(storage.born, 0) <= at and (storage.last is None or storage.last >= at):
+            if storage.kind in _WORDS:
+                held[_WORDS[storage.kind]] += storage.nbytes
+            else:
+                held[f"{_place(recording, storage.born)}"] += storage.nbytes
+    scratch = recording.operators[at].scratch_bytes
+    if scratch:
+        held["workspace inside the operator"] = scratch
+    largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
+    phase = "forward" if at < recording.loss_stop else "backward"
+    named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)
+    return f"{phase} of {_place(recording, at)}: {named}"
+
+
+def _place(recording: Recording, operator: int) -> str:
+    record = recording.operators[operator]
+    if record.call < 0 and record.forward_of >= 0:
+        record = recording.operators[record.forward_of]
+    if record.call < 0:
+        return "the loss"
+    return recording.calls[record.call].module or "the model's own operators"

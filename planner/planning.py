@@ -1,0 +1,301 @@
+"""`plan`: profile, solve, dry-run the plan, tighten, until the dry run fits the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..profiler import Profile, Session, open_session, profile
+from ..profiler.recorder import Recording
+from ..profiler.step import Loss
+from ..solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
+from .apply import apply_segments
+from .budget import BudgetError, check_share, format_bytes, parse_budget
+from .errors import InfeasibleBudgetError
+from .explain import explain_peak
+from .fingerprint import Fingerprint
+from .plan import BatchTensor, Call, Plan, PlannedSegment, SavedOperator
+from .problem import Bridge
+
+ROUNDS = 8
+"""Most rounds of solving and dry-running."""
+CLOSE = 0.002
+"""A dry run within this share below the budget is close enough."""
+
+
+def plan(
+    model: nn.Module,
+    batch: object,
+    budget: int | str,
+    *,
+    solver: str = "auto",
+    loss: Loss | None = None,
+    optimizer: Optimizer | str | None = None,
+    accumulation: bool = False,
+    headroom: float = 0.0,
+    save_sets: bool = True,
+    cross_operators: bool = True,
+    time_limit_s: float | None = None,
+    gap: float = 0.0,
+    planner: Planner | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Find where to checkpoint so that the step fits the budget and the added time is least.
+
+    The model is left as it was; nothing is applied.
+
+    Args:
+        model: The model, on the device it is trained on.
+        batch: A mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor alone as one.
+        budget: Most bytes at the peak of the whole step: an int, "8GiB", or "60%" of the unplanned peak.
+        solver: A name from `SOLVERS`: "auto", "dp", "ilp", "sqrt", ...
+        loss: Takes the model's output to a scalar; default `output.loss`, else the mean of floating-point outputs.
+        optimizer: An instance or a name such as "adamw"; its state and step count in the peak.
+        accumulation: Count gradients as alive throughout.
+        headroom: Share of the budget to keep free.
+        save_sets: Let segments keep some operators' outputs (selective checkpointing).
+        cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
+        time_limit_s: Seconds for each solve.
+        gap: Share of the added time that a plan may be away from the optimum.
+        planner: What `Planner.of` returned, to plan several budgets from one profile.
+        progress: Called with a few words before each phase.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; it carries the smallest reachable peak, its plan, and what holds it there.
+        BudgetError: The budget, the headroom or the solver's name cannot be read.
+        BatchError: The batch cannot be used.
+    """
+    check_share("headroom", headroom)
+    check_solver(solver)
+    parse_budget(budget, 1 << 40)
+    if planner is None:
+        planner = Planner.of(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            accumulation=accumulation,
+            save_sets=save_sets,
+            cross_operators=cross_operators,
+            progress=progress,
+        )
+    return planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit_s, gap=gap, progress=progress)
+
+
+def check_solver(solver: str) -> None:
+    """Check a solver's name.
+
+    Raises:
+        BudgetError: There is no such solver.
+    """
+    if solver not in SOLVERS:
+        raise BudgetError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Hold a solution, the segments it names on the model, and the recording of their dry run."""
+
+    solution: Solution
+    segments: tuple[PlannedSegment, ...]
+    recording: Recording
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Hold one profiled step, from which any number of budgets can be planned.
+
+    Attributes:
+        profile: The recorded step.
+        bridge: Its stages and candidates.
+        session: Records the planned steps as the unplanned one was recorded.
+        optimizer: Name of the optimizer counted, or "".
+    """
+
+    profile: Profile
+    bridge: Bridge
+    session: Session
+    optimizer: str
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        batch: object,
+        *,
+        loss: Loss | None = None,
+        optimizer: Optimizer | str | None = None,
+        accumulation: bool = False,
+        save_sets: bool = True,
+        cross_operators: bool = True,
+        repeats: int = 3,
+        progress: Callable[[str], None] | None = None,
+    ) -> Planner:
+        """Profile a step; the arguments are those of `plan`."""
+        session = open_session(model, batch, loss, accumulation=accumulation)
+        recorded = profile(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            accumulation=accumulation,
+            repeats=repeats,
+            session=session,
+            progress=progress,
+        )
+        bridge = Bridge(recorded, cross_operators=cross_operators, save_sets=save_sets)
+        name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
+        return Planner(recorded, bridge, session, name)
+
+    def plan(
+        self,
+        budget: int | str,
+        *,
+        solver: str = "auto",
+        headroom: float = 0.0,
+        time_limit_s: float | None = None,
+        gap: float = 0.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> Plan:
+        """Plan for one budget; see `plan`."""
+        check_solver(solver)
+        asked = parse_budget(budget, self.profile.peak_bytes())
+        limit = int(asked * (1 - check_share("headroom", headroom)))
+        say = progress or (lambda _: None)
+        best: Trial | None = None
+        least: Trial | None = None
+        target, ceiling = limit, None
+        tried: set[tuple[Segment, ...]] = set()
+        for round_number in range(1, ROUNDS + 1):
+            say(f"{solver}, round {round_number}: solving for {format_bytes(target)}")
+            try:
+                problem = self.bridge.problem(max(1, target))
+                solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, gap=gap)
+                infeasible = False
+            except BudgetTooSmallError as error:
+                solution, infeasible = error.solution, True
+            if solution.segments in tried:
+                break
+            tried.add(solution.segments)
+            say(f"{solver}, round {round_number}: dry run of {solution.count_segments()} segments")
+            trial = self.trial(solution)
+            if least is None or trial.peak_bytes < least.peak_bytes:
+                least = trial
+            if trial.peak_bytes <= limit:
+                if best is None or trial.solution.added_ns < best.solution.added_ns:
+                    best = trial
+                slack = limit - trial.peak_bytes
+                if infeasible or solution.added_ns == 0 or slack <= CLOSE * limit:
+                    break
+                raised = target + slack
+                if ceiling is not None:
+                    raised = min(raised, (target + ceiling) // 2)
+                if raised <= target + CLOSE * limit / 4:
+                    break
+                target = raised
+            elif infeasible:
+                break
+            else:
+                ceiling = target if ceiling is None else min(ceiling, target)
+                target -= max(trial.peak_bytes - limit, 1)
+        if best is not None:
+            return self._plan_of(best, asked, headroom)
+        assert least is not None
+        raise self._infeasible(least, asked, limit, headroom)
+
+    def trial(self, solution: Solution) -> Trial:
+        """Apply a solution's segments, record the planned step, and take them off again."""
+        segments = tuple(self.planned_segment(segment) for segment in solution.segments)
+        with apply_segments(self.session.step.model, segments, training=self.session.step.model.training):
+            recording = self.session.record(self.profile.bytes_from)
+        parts = self.profile.parts
+        peak = max(recording.peak_bytes() + parts.optimizer, parts.optimizer_step_peak)
+        return Trial(solution, segments, recording, peak)
+
+    def planned_segment(self, segment: Segment) -> PlannedSegment:
+        """Name a chosen segment by its module calls."""
+        bridge, calls = self.bridge, self.profile.calls
+        return PlannedSegment(
+            members=tuple(
+                Call(module=calls[index].module, index=calls[index].index)
+                for index in bridge.members(segment.start, segment.stop)
+            ),
+            save=tuple(
+                SavedOperator(operator=name, index=index)
+                for name, index in (bridge.saved_operator(operator, segment.start) for operator in segment.keep)
+            ),
+            children=tuple(self.planned_segment(child) for child in segment.children),
+            early_stop=not bridge.replays_whole(segment.start, segment.stop),
+            restored_buffers=bridge.restored_buffers(segment.start, segment.stop),
+            crosses_operators=bridge.crosses(segment.start, segment.stop),
+        )
+
+    def _plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
+        recorded, solution = self.profile, trial.solution
+        step_ns = max(1, recorded.step_ns)
+        model = self.session.step.model
+        source: Literal["measured", "estimated"] = (
+            "estimated" if "estimate" in recorded.times_from + recorded.step_time_from else "measured"
+        )
+        refusals = [f"{item.module} is not replayed: it {item.reason}" for item in self.bridge.refusals()]
+        return Plan(
+            segments=trial.segments,
+            training=model.training,
+            budget_bytes=asked,
+            predicted_peak_bytes=trial.peak_bytes,
+            predicted_overhead=solution.added_ns / step_ns,
+            unplanned_peak_bytes=recorded.peak_bytes(),
+            lower_bound_overhead=solution.lower_bound_ns / step_ns,
+            gap=solution.gap,
+            solver=solution.solver,
+            status=str(solution.status.value),
+            step={"accumulation": recorded.accumulation, "optimizer": self.optimizer, "headroom": headroom},
+            bytes_from="measured",
+            times_from=source,
+            fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
+            batch=_batch_tensors(self.session),
+            versions=_versions(),
+            notes=(*recorded.notes, *([solution.note] if solution.note else []), *refusals),
+        )
+
+    def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float) -> InfeasibleBudgetError:
+        plan = self._plan_of(least, least.peak_bytes, 0.0)
+        reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
+        holders = explain_peak(least.recording, self.profile, least.peak_bytes)
+        refused = sorted({f"{item.module} {item.reason}" for item in self.bridge.refusals()})
+        because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
+        if "cache" in because:
+            because += " Pass use_cache=False."
+        return InfeasibleBudgetError(
+            f"no {least.solution.solver} plan fits {format_bytes(asked)}{reserved}: the smallest reachable peak is "
+            f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
+            "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
+            least_peak_bytes=least.peak_bytes,
+            plan=plan,
+        )
+
+
+def _batch_tensors(session: Session) -> tuple[BatchTensor, ...]:
+    step = session.step
+    named: list[tuple[str, Any]] = [(str(position), value) for position, value in enumerate(step.args)]
+    named += list(step.kwargs.items())
+    return tuple(
+        BatchTensor(name=name, shape=tuple(value.shape), dtype=str(value.dtype), device=str(value.device))
+        for name, value in named
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+    )
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in ("remat", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
