@@ -21,6 +21,7 @@ from .internals import buffers_of, take_off_hook
 from .plan import Call, Plan, PlannedSegment
 from .save_set import SaveSet
 from .session import CallKey, Level, Segment
+from .traced import Traced, TracedCall, TracedFirst, TracedLater, Untraceable
 
 
 def apply(model: nn.Module, plan: Plan) -> Applied:
@@ -69,6 +70,8 @@ class Applied:
         try:
             for key, module in enumerate(binding.modules):
                 self._attach(key, module, binding)
+            for key, traced in binding.traced.items():
+                self._forwards[key].traced = traced
         except BaseException:
             self.remove()
             raise
@@ -132,6 +135,15 @@ def _refuse_own_checkpointing(model: nn.Module) -> None:
             )
 
 
+def _container_of(members: tuple[Call, ...]) -> str:
+    """Return the path of the nearest container around all members."""
+    parents = [call.module.split(".")[:-1] for call in members]
+    depth = 0
+    while all(len(parent) > depth for parent in parents) and len({parent[depth] for parent in parents}) == 1:
+        depth += 1
+    return ".".join(parents[0][:depth])
+
+
 class _Binding:
     """Resolve the names of a plan to the objects of a model, and find fault before anything is changed.
 
@@ -139,6 +151,7 @@ class _Binding:
         modules: Every module that needs something attached; a module's key is its position.
         members: Keys of members of runs.
         scopes: Keys of modules whose loops may hold runs, and of the root.
+        traced: What modules with top-level segments do while the compiler traces them, by key.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -148,6 +161,7 @@ class _Binding:
         self.modules: list[nn.Module] = []
         self.members: set[int] = set()
         self.scopes: set[int] = {self._key(root)}
+        self.traced: dict[int, Traced] = {}
 
     def level(self, segments: tuple[PlannedSegment, ...], parent: PlannedSegment | None) -> Level:
         """Resolve segments that may begin beside one another."""
@@ -173,7 +187,7 @@ class _Binding:
         calls = tuple((self._key(m), call.index) for m, call in zip(members, planned.members, strict=True))
         if len(calls) > 1:
             self._admit_run(planned, members, calls, where)
-        return Segment(
+        segment = Segment(
             root=self._root,
             where=where,
             calls=calls,
@@ -182,7 +196,32 @@ class _Binding:
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
             buffers=[self._buffer(name, where) for name in planned.restored_buffers],
+            scope=self._key(self._root.get_submodule(_container_of(planned.members))),
         )
+        if parent is None:
+            self._trace(planned, segment, members)
+        return segment
+
+    def _trace(self, planned: PlannedSegment, segment: Segment, members: list[nn.Module]) -> None:
+        keys = [key for key, _ in segment.calls]
+        if planned.crosses_operators and len(keys) > 1:
+            refusal = Untraceable(
+                f"segment {segment.where} holds operators of the parent between its members, which torch.compile "
+                "cannot trace; plan without crossing operators, or do not compile the parent"
+            )
+            self.traced.update(dict.fromkeys(keys, refusal))
+        elif len(keys) == 1:
+            self.traced.setdefault(keys[0], TracedCall(segment))
+        elif len(set(keys)) < len(keys) or any(key in self.traced for key in keys):
+            refusal = Untraceable(
+                f"segment {segment.where} holds calls of a module that is called several times, which torch.compile "
+                "cannot tell apart; plan each call as a segment of its own"
+            )
+            self.traced.update(dict.fromkeys(keys, refusal))
+        else:
+            first = TracedFirst(segment, members[1:])
+            self.traced.update(dict.fromkeys(keys[1:], TracedLater(first)))
+            self.traced[keys[0]] = first
 
     def _admit_run(
         self, planned: PlannedSegment, members: list[nn.Module], calls: tuple[CallKey, ...], where: str

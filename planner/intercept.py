@@ -7,17 +7,21 @@ which run the copy's weights. A copy of a part of the model without its root run
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .internals import compiler_callback, uncompiled
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
 from .session import Level, Session, Sessions
+from .traced import Traced, TracedCall, TracedFirst
 
 
 class Planned:
@@ -39,6 +43,10 @@ class Planned:
         return torch.is_grad_enabled() and (
             session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
         )
+
+    def traced_in_force(self) -> bool:
+        """Return whether a call traced now is to be checkpointed."""
+        return torch.is_grad_enabled() and self.root.training is self.training
 
 
 class _Attached:
@@ -75,22 +83,27 @@ class PlannedForward(_Attached):
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
         self.counted = counted
         self.scope = scope
+        self.traced: Traced | None = None
+
+    def original(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that would run without a plan."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # Looked up at each call: fully_shard exchanges a module's class after the plan is applied.
+        # Not as a bound method: the compiler would look that up on the module again and find this object.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that would run without a plan."""
-        if self.previous is not None:
-            return self.previous
-        # Looked up at each call: fully_shard exchanges a module's class after the plan is applied.
-        return type(self.module).forward.__get__(self.module)
+    def _bound(self) -> Callable[..., Any]:
+        return self.previous or MethodType(type(self.module).forward, self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
+        return inspect.signature(self._bound)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name in ("__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
-            return getattr(self.original, name)
+        if name in ("__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
+            return getattr(self._bound, name)
         raise AttributeError(name)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +111,14 @@ class PlannedForward(_Attached):
         planned = self.planned
         if planned is None:
             return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.traced is None or not planned.traced_in_force():
+                return self.original(*args, **kwargs)
+            return self.traced(self.original, args, kwargs)
+        if compiler_callback():
+            if self.traced is None or not planned.traced_in_force():
+                return self.original(*args, **kwargs)
+            return _beside_compiler(self, planned.sessions, args, kwargs)
         session = planned.sessions.here
         if not planned.in_force(session):
             return self.original(*args, **kwargs)
@@ -132,7 +153,21 @@ class PlannedForward(_Attached):
 
     def _in_scope(self, /, *args: Any, **kwargs: Any) -> Any:
         assert self.planned is not None
-        return self.planned.sessions.here.scoped(self.original, args, kwargs)
+        return self.planned.sessions.here.scoped(self.key, self.original, args, kwargs)
+
+
+@uncompiled
+def _beside_compiler(planned: PlannedForward, sessions: Sessions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what is traced elsewhere, where the compiler gave the frame up; neither it nor its replay is compiled."""
+    traced = planned.traced
+    assert traced is not None
+    if not isinstance(traced, TracedCall):
+        return traced(planned.original, args, kwargs)
+    body = functools.partial(traced.body, planned.original)
+    output = OneCall(sessions, sessions.here, traced.segment, Inputs(args, kwargs)).run(body, args, kwargs)
+    if isinstance(traced, TracedFirst):
+        traced.left = len(traced.later)
+    return output
 
 
 class BeforeMember(_Attached):
@@ -141,7 +176,8 @@ class BeforeMember(_Attached):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a member is about to run."""
         planned = self.planned
-        if planned is None or torch.compiler.is_compiling():
+        # The compiler has its own way with runs: see traced.py.
+        if planned is None or torch.compiler.is_compiling() or compiler_callback():
             return
         session = planned.sessions.here
         if session.counts is None:
@@ -164,7 +200,8 @@ class AfterMember(_Attached):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Note what a member returned."""
         planned = self.planned
-        if planned is None or torch.compiler.is_compiling():
+        # The compiler has its own way with runs: see traced.py.
+        if planned is None or torch.compiler.is_compiling() or compiler_callback():
             return
         session = planned.sessions.here
         if session.counts is None:

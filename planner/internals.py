@@ -145,3 +145,10 @@ def is_sharded(root: nn.Module) -> bool:
     """Return whether FSDP2 manages some of a model's parameters."""
     kinds = {base.__name__ for module in root.modules() for base in type(module).__mro__}
     return "FSDPModule" in kinds
+
+
+# Gives something true where torch.compile takes the frames that this thread runs; bound as it is, for the compiler
+# would take a function of ours around it.
+compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+uncompiled = torch._disable_dynamo

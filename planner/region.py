@@ -119,7 +119,7 @@ class Region:
         # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
         if is_sharded(self.segment.root):
             return
-        for position, (holder, name) in enumerate(self.segment.parameters):
+        for position, (_, name) in enumerate(self.segment.parameters):
             before, after = ([facts[position] for facts in pair] for pair in (self._facts, now))
             if before[0] != after[0]:
                 reason = "is another tensor (weights substituted by functional_call or a parametrization are gone)"
@@ -130,7 +130,7 @@ class Region:
             else:
                 continue
             raise ReplayStateError(
-                f"segment {self.segment.where}: parameter {name!r} of shape {list(getattr(holder[name], 'shape', ()))} {reason}; its "
+                f"segment {self.segment.where}: parameter {name!r} {reason}; its "
                 "replay would give wrong gradients. Run backward before the change, or plan without this segment"
             )
 

@@ -16,34 +16,46 @@ if TYPE_CHECKING:
     from .session import Session
 
 
-class SaveSet:
-    """Make the two contexts of one region: keep the n-th calls of the named operators, replay everything else."""
+Kept = tuple[tuple[str, tuple[int, ...]], ...]
 
-    __slots__ = ("_kept",)
+
+class SaveSet:
+    """Make the two contexts of one region: keep the n-th calls of the named operators, replay everything else.
+
+    Attributes:
+        kept: Pairs of an operator's name and the sorted indices of the calls kept.
+    """
+
+    __slots__ = ("kept",)
 
     def __init__(self, operators: Iterable[SavedOperator], where: str) -> None:
-        self._kept: dict[str, frozenset[int]] = {}
+        kept: dict[str, set[int]] = {}
         for saved in operators:
             _resolve(saved.operator, where)
-            self._kept[saved.operator] = self._kept.get(saved.operator, frozenset()) | {saved.index}
+            kept.setdefault(saved.operator, set()).add(saved.index)
+        self.kept = tuple((name, tuple(sorted(indices))) for name, indices in kept.items())
 
     def contexts(self, session: Session) -> tuple[Any, Any]:
         """Return the forward and the replay context of one region; operators the session marks are not counted."""
-        kept = {_resolve(name, ""): indices for name, indices in self._kept.items()}
-        return create_selective_checkpoint_contexts(_Policy(kept, session))
+        return create_selective_checkpoint_contexts(_Policy(self.kept, session))
+
+
+def traced_contexts(kept: Kept) -> tuple[Any, Any]:
+    """Return the two contexts of one region that the compiler traces."""
+    return create_selective_checkpoint_contexts(_Policy(kept, None))
 
 
 class _Policy:
     __slots__ = ("_counts", "_kept", "_session")
 
-    def __init__(self, kept: dict[Any, frozenset[int]], session: Session) -> None:
-        self._kept = kept
-        self._counts = dict.fromkeys(kept, 0)
+    def __init__(self, kept: Kept, session: Session | None) -> None:
+        self._kept = {_resolve(name, ""): frozenset(indices) for name, indices in kept}
+        self._counts = dict.fromkeys(self._kept, 0)
         self._session = session
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = self._kept.get(operator)
-        if kept is None or self._session.uncounted:
+        if kept is None or (self._session is not None and self._session.uncounted):
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = self._counts[operator]
         self._counts[operator] = index + 1

@@ -43,7 +43,9 @@ STACK_PLANS = {
     "a run inside a block": [segment("blocks.0", children=(segment("blocks.0.norm", "blocks.0.mix"),))],
     "a run inside the root": [segment("", children=(segment(*BLOCKS[:3]),))],
     "save sets on blocks": [segment(b, save=KEPT) for b in BLOCKS],
-    "a save set on a run": [segment(*BLOCKS[:3], save=saved("aten.addmm.default", 1, 5) + saved("aten.tanh.default", 1))],
+    "a save set on a run": [
+        segment(*BLOCKS[:3], save=saved("aten.addmm.default", 1, 5) + saved("aten.tanh.default", 1))
+    ],
     "save sets inside a run": [segment(*BLOCKS[:3], children=(segment(BLOCKS[0], save=KEPT),))],
     "a save set around a block": [segment(*BLOCKS[:3], save=KEPT, children=(segment(BLOCKS[0]),))],
     "save sets at both levels": [segment(*BLOCKS[:3], save=KEPT, children=(segment(BLOCKS[0], save=KEPT),))],
