@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
-import pulp
+import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +31,14 @@ class _StartedHighs(pulp.HiGHS):
     """PuLP's HiGHS, started from the variables' initial values, which PuLP 3 does not pass on."""
 
     def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
-        started = [variable for variable in lp.variables() if variable.varValue is not None]
-        index = np.array([variable.index for variable in started], dtype=np.int32)
-        value = np.array([variable.varValue for variable in started], dtype=np.float64)
-        if len(started):
-            lp.solverModel.setSolution(len(started), index, value)
-        lp.solverModel.run()
+        model = cast("Any", lp.solverModel)
+        values = [
+            (index, value) for index, variable in enumerate(lp.variables()) if (value := variable.varValue) is not None
+        ]
+        if values:
+            indices = np.array([index for index, _ in values], dtype=np.int32)
+            model.setSolution(len(values), indices, np.array([value for _, value in values], dtype=np.float64))
+        model.run()
 
 
 def run_highs(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> Answer:
@@ -54,7 +57,7 @@ def run_highs(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> 
         primal_feasibility_tolerance=1e-8,
     )
     programme.solve(solver)
-    highs = programme.solverModel
+    highs = cast("Any", programme.solverModel)
     information = highs.getInfo()
     status = highs.modelStatusToString(highs.getModelStatus())
     found = information.primal_solution_status == 2
@@ -76,6 +79,6 @@ def run_cbc(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> An
     programme.solve(pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=limit, threads=1, warmStart=True))
     found = programme.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     proven = programme.sol_status == pulp.LpSolutionOptimal
-    value = float(pulp.value(programme.objective) or 0.0)
+    value = float(cast("float", pulp.value(programme.objective) or 0.0)) if found else 0.0
     bound = value * (1.0 - gap) - 1e-6 if proven else -math.inf
     return Answer(found=found, proven=proven, timed_out=found and not proven, bound=bound)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from .problem import Candidate, Operator, Problem, Tensor
 
 
@@ -39,7 +41,7 @@ def _check_tensor(index: int, tensor: Tensor, count: int) -> None:
         ("holders", tensor.holders, max(tensor.producer, 0)),
         ("consumers", tensor.consumers, tensor.producer + 1),
     ):
-        if any(later <= earlier for earlier, later in zip(stages, stages[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(stages)):
             raise ValueError(f"{name}: {word} must ascend, got {stages}")
         if stages and not (first <= stages[0] and stages[-1] < count):
             raise ValueError(f"{name}: {word} {stages} are not within stages {first}..{count - 1}")
@@ -75,5 +77,5 @@ def _check_candidate(candidate: Candidate, problem: Problem) -> None:
             raise ValueError(f"{name}: there is no operator {index} among {len(problem.operators)}")
         if not candidate.start <= problem.operators[index].stage < candidate.stop:
             raise ValueError(f"{name}: operator {index} is of stage {problem.operators[index].stage}, outside it")
-    if any(later <= earlier for earlier, later in zip(candidate.operators, candidate.operators[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(candidate.operators)):
         raise ValueError(f"{name}: operators must ascend, got {candidate.operators}")

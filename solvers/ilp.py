@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-import pulp
+import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 from . import dp
 from .backends import Answer, run_cbc, run_highs

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
-import pulp
+import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 from .problem import Candidate, Problem
 from .replay_moments import replay_moments
@@ -251,7 +251,7 @@ class ModelBuilder:
             starting: What starts to hold it there.
             alone: Whether everything that may hold it covers one and the same stage.
         """
-        if alone or not so_far and rank not in self.kept_tensors:
+        if alone or (not so_far and rank not in self.kept_tensors):
             return [{**so_far, **starting}]
         producer = int(self.tables.producer[rank])
         kept = self.kept_tensors.get(rank)

@@ -76,7 +76,7 @@ class LabelSearch:
         self.target = np.array(graph.target, dtype=np.int64)
         self.added = np.array(graph.added_bytes, dtype=np.int64)
         self.cost = np.array(graph.added_ns, dtype=np.int64)
-        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count))
+        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), max(room_bytes, 0) + 5)
         self.step = max(1, -(-(max(room_bytes, 0) + 1) // (self.grid - 4)))
         self.outgoing = _grouped(usable, self.source, self.node_count)
         self.incoming = _grouped(usable, self.target, self.node_count)

@@ -10,11 +10,13 @@ rounded up, so what a table promises is safe.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from .level_edges import LevelEdge, LevelEdges, SaveOptions
+from .level_edges import LevelEdges, SaveOptions
 from .problem import Segment
 from .simulate import replay_ns, segment_peak
 from .tables import IntArray, Tables
@@ -40,18 +42,20 @@ class _State:
     visible: int
     held: int
     offset: int
-    edges: list[tuple[LevelEdge, _State]] = field(default_factory=list)
-    expanded: bool = False
+    steps: list[_Step] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An edge under one parent, in units: needs `least`, passes on all but `shift`, a child gets all but `entered`."""
+class _Step(NamedTuple):
+    """An edge in units: it needs `least`, passes on all but `shift`, and its child gets all but `entered`.
 
-    start: int
-    edge: LevelEdge
+    `forward` is what its forward moments need in bytes, beyond the state's offset; while the parent replays, the
+    parent's entry comes on top.
+    """
+
     target: _State
+    keep: tuple[int, ...] | None
     least: int
+    forward: int
     shift: int
     entered: int
     cost: int
@@ -93,7 +97,7 @@ class NestedTables:
             values = self._values(stop, by_stop[stop])
             for start in by_stop[stop]:
                 replay = replay_ns(self.tables, start, stop, ())
-                row = np.minimum(values[self._root(start)][0] + replay, INFINITE)
+                row = np.minimum(values[self._root(start)] + replay, INFINITE)
                 row[self._leaf_units(start, stop) :] = replay
                 self.costs[start, stop] = row
 
@@ -107,14 +111,18 @@ class NestedTables:
         state = self._root(start)
         children: list[Segment] = []
         while state.position < stop:
-            row, steps = values[state]
-            times = [self._time_by(item, values[item.target][0], units) for item in steps]
-            assert min(times) == row[units]
-            step = steps[times.index(min(times))]
-            if step.edge.keep:
-                children.append(Segment(start=state.position, stop=step.edge.stop, keep=step.edge.keep))
-            elif step.edge.keep is not None:
-                children.append(self.tree(state.position, step.edge.stop, units - step.entered))
+            times = {
+                step: self._time_by(state, step, values[step.target], units)
+                for step, least in self._allowed(state, stop)
+                if least <= units
+            }
+            step = min(times, key=lambda item: times[item])
+            assert times[step] == values[state][units]
+            place = (state.position, step.target.position)
+            if step.keep:
+                children.append(Segment(start=place[0], stop=place[1], keep=step.keep))
+            elif step.keep is not None:
+                children.append(self.tree(*place, units - step.entered))
             units -= step.shift
             state = step.target
         return Segment(start=start, stop=stop, children=tuple(children))
@@ -135,12 +143,26 @@ class NestedTables:
         return state
 
     def _expand(self, state: _State) -> None:
+        """List the steps that leave a state, whatever the parent."""
         for edge in self._edges.leave(state.position, state.visible, state.held):
             offset = (state.offset - edge.added_bytes) % self.unit
-            state.edges.append((edge, self._state(edge.stop, edge.visible, edge.held, offset)))
-        state.expanded = True
+            target = self._state(edge.stop, edge.visible, edge.held, offset)
+            need = edge.entered_bytes
+            cost = 0
+            if edge.keep:
+                child = Segment(start=state.position, stop=edge.stop, keep=edge.keep)
+                need += segment_peak(self.tables, child).nbytes
+                cost = replay_ns(self.tables, child.start, child.stop, child.keep)
+            shift = max(0, self._units(edge.added_bytes + target.offset - state.offset))
+            entered = max(0, self._units(edge.entered_bytes - state.offset))
+            least = max(shift, self._units(need - state.offset), 0)
+            forward = edge.forward_bytes - state.offset
+            state.steps.append(_Step(target, edge.keep, least, forward, shift, entered, cost))
 
-    def _values(self, stop: int, starts: list[int]) -> dict[_State, tuple[IntArray, list[_Step]]]:
+    def _units(self, nbytes: int) -> int:
+        return -(-nbytes // self.unit)
+
+    def _values(self, stop: int, starts: list[int]) -> dict[_State, IntArray]:
         """Return, for each state between the starts and the stop of a parent, its least time by units of room."""
         last_saver = self.tables.last_saver[stop]
         reached: list[dict[_State, None]] = [{} for _ in range(stop + 1)]
@@ -148,60 +170,49 @@ class NestedTables:
             reached[start][self._root(start)] = None
         for position in range(min(starts), stop):
             for state in reached[position]:
-                if not state.expanded:
+                if not state.steps:
                     self._expand(state)
-                for edge, target in state.edges:
-                    if edge.keep is None or edge.stop <= last_saver:
-                        reached[edge.stop][target] = None
-        values: dict[_State, tuple[IntArray, list[_Step]]] = {}
-        for state in reached[stop]:
-            values[state] = np.zeros(self.size, dtype=np.int64), []
+                for step in state.steps:
+                    if step.keep is None or step.target.position <= last_saver:
+                        reached[step.target.position][step.target] = None
+        values = {state: np.zeros(self.size, dtype=np.int64) for state in reached[stop]}
         for position in range(stop - 1, min(starts) - 1, -1):
             for state in reached[position]:
-                steps = self._steps(state, stop, last_saver)
-                row = np.full(self.size, INFINITE, dtype=np.int64)
-                for step in steps:
-                    self._relax(row, step, values[step.target][0])
-                values[state] = row, steps
+                values[state] = self._value(state, stop, values)
         return values
 
-    def _steps(self, state: _State, stop: int, last_saver: int) -> list[_Step]:
-        """Return what a state's edges need as parts of a parent that ends at `stop`."""
-        entry = int(self.tables.entry_extra[stop - 1])
-        steps: list[_Step] = []
-        for edge, target in state.edges:
-            if edge.keep is not None and edge.stop > last_saver:
+    def _value(self, state: _State, stop: int, values: dict[_State, IntArray]) -> IntArray:
+        """Return the least time from one state, those after it being known."""
+        size = self.size
+        row = np.full(size, INFINITE, dtype=np.int64)
+        for step, least in self._allowed(state, stop):
+            if least >= size:
                 continue
-            need = edge.entered_bytes
-            cost = 0
-            if edge.keep is None and state.position <= last_saver:
-                need = max(need, edge.forward_bytes + entry)
-            elif edge.keep is not None:
-                child = Segment(start=state.position, stop=edge.stop, keep=edge.keep)
-                inner = segment_peak(self.tables, child).nbytes if edge.keep else 0
-                need = max(edge.forward_bytes + entry, edge.entered_bytes + inner)
-                cost = replay_ns(self.tables, child.start, child.stop, child.keep) if edge.keep else 0
-            shift = max(0, self._units(edge.added_bytes + target.offset - state.offset))
-            entered = max(0, self._units(edge.entered_bytes - state.offset))
-            least = max(shift, self._units(need - state.offset), entered if edge.keep == () else 0)
-            if least < self.size:
-                steps.append(_Step(state.position, edge, target, least, shift, entered, cost))
-        return steps
+            part = values[step.target][least - step.shift : size - step.shift]
+            if step.keep:
+                part = part + step.cost
+            elif step.keep is not None:
+                child = self.costs[state.position, step.target.position]
+                part = part + child[least - step.entered : size - step.entered]
+            np.minimum(row[least:], part, out=row[least:])
+        return row
 
-    def _units(self, nbytes: int) -> int:
-        return -(-nbytes // self.unit)
+    def _allowed(self, state: _State, stop: int) -> Iterator[tuple[_Step, int]]:
+        """Yield the steps that a parent ending at `stop` allows, each with the units that it needs there."""
+        last_saver = self.tables.last_saver[stop]
+        entry = int(self.tables.entry_extra[stop - 1])
+        for step in state.steps:
+            if step.keep is None:
+                replayed = state.position <= last_saver
+            elif step.target.position <= last_saver:
+                replayed = True
+            else:
+                continue
+            yield step, max(step.least, self._units(step.forward + entry)) if replayed else step.least
 
-    def _relax(self, row: IntArray, step: _Step, ahead: IntArray) -> None:
-        part = ahead[step.least - step.shift : self.size - step.shift] + step.cost
-        if step.edge.keep == ():
-            part += self.costs[step.start, step.edge.stop][step.least - step.entered : self.size - step.entered]
-        np.minimum(row[step.least :], part, out=row[step.least :])
-
-    def _time_by(self, step: _Step, ahead: IntArray, units: int) -> int:
-        """Return the least time from a state by one of its steps with so many units of room."""
-        if units < step.least:
-            return INFINITE
+    def _time_by(self, state: _State, step: _Step, ahead: IntArray, units: int) -> int:
+        """Return the least time from a state by one of its steps with so many units of room, if it is enough."""
         total = int(ahead[units - step.shift]) + step.cost
-        if step.edge.keep == ():
-            total += int(self.costs[step.start, step.edge.stop][units - step.entered])
+        if step.keep == ():
+            total += int(self.costs[state.position, step.target.position][units - step.entered])
         return total

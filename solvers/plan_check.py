@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from .problem import Segment
 from .tables import Tables
 
@@ -32,7 +34,7 @@ def _check_segment(tables: Tables, segment: Segment, name: str) -> None:
     if candidate is None:
         raise ValueError(f"{name} is none of the problem's {len(tables.candidates)} candidates")
     if segment.keep:
-        if any(later <= earlier for earlier, later in zip(segment.keep, segment.keep[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(segment.keep)):
             raise ValueError(f"{name}: its save set must ascend, got {segment.keep}")
         unknown = set(segment.keep) - set(candidate.operators)
         if unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from . import dp, dp_nested, every_block, greedy, ilp, keep_everything, sqrt, uniform
+from . import auto, dp, dp_nested, every_block, greedy, ilp, keep_everything, sqrt, uniform
 from .problem import Problem
 from .solution import Solution
 
@@ -26,4 +26,5 @@ SOLVERS: dict[str, Solver] = {
     "dp": dp.solve,
     "dp_nested": dp_nested.solve,
     "ilp": ilp.solve,
+    "auto": auto.solve,
 }

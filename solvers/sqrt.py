@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 
 from .blocks import cover, stops_by_start
 from .choose import cheapest_fitting
@@ -43,7 +44,7 @@ def _plan(units: list[tuple[int, int]], stops: dict[int, list[int]], groups: int
     """Cut units into `groups` equal runs and checkpoint all but the last."""
     cuts = [round(group * len(units) / groups) for group in range(groups + 1)]
     segments: list[Segment] = []
-    for first, last in zip(cuts[:-2], cuts[1:-1], strict=True):
+    for first, last in pairwise(cuts[:-1]):
         if first < last:
             segments += cover(stops, units[first][0], units[last - 1][1])
     return tuple(segments)

@@ -10,13 +10,11 @@ def random_chain(rng: np.random.Generator, count: int, *, every: bool = True) ->
     """Make a chain: each stage reads its predecessor's output and saves it, and saves tensors of its own."""
     stages = _stages(rng, count)
     tensors = [_boundary(rng, index, count) for index in range(-1, count)]
-    for index in range(count):
-        if rng.random() < 0.8:
-            tensors.append(
-                Tensor(
-                    nbytes=int(rng.integers(1, 20)), producer=index, holders=(index,), consumers=(), last_alive=index
-                )
-            )
+    tensors += [
+        Tensor(nbytes=int(rng.integers(1, 20)), producer=index, holders=(index,), consumers=(), last_alive=index)
+        for index in range(count)
+        if rng.random() < 0.8
+    ]
     return _problem(rng, stages, tensors, (), every=every)
 
 
@@ -43,9 +41,11 @@ def random_graph(rng: np.random.Generator, count: int, *, operators: bool = True
     made: list[Operator] = []
     for index in range(count):
         own = [t for t, tensor in enumerate(tensors) if tensor.producer == index]
-        for output in own:
-            if operators and rng.random() < 0.5:
-                made.append(Operator(stage=index, forward_ns=int(rng.integers(0, 8)), outputs=(output,)))
+        made += [
+            Operator(stage=index, forward_ns=int(rng.integers(0, 8)), outputs=(output,))
+            for output in own
+            if operators and rng.random() < 0.5
+        ]
         if operators and own and rng.random() < 0.2:
             made.append(Operator(stage=index, forward_ns=int(rng.integers(0, 8)), outputs=tuple(own)))
     return _problem(rng, stages, tensors, tuple(made), every=every)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from remat.solvers import BudgetTooSmallError, Status, dp, ilp
 
 from .instances import random_chain, random_graph, with_budget

@@ -1,0 +1,63 @@
+"""`auto`: the best plan that the exact solvers find in the time given."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from . import dp, dp_nested, ilp
+from .errors import BudgetTooSmallError
+from .problem import Problem
+from .solution import Solution, Status
+
+DEFAULT_LIMIT_S = 60.0
+MOST_CHOICES = 400_000
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0) -> Solution:
+    """Run `dp`, then `ilp` where operators may be kept, then `dp_nested`, and return the plan that adds least time.
+
+    The solution's `solver` names the one that found it, the first of them when several are equal; its status and
+    bound are about that solver's plan space. Its note says what the others found or why they were not run.
+
+    Args:
+        problem: The problem.
+        time_limit_s: Seconds for all of them together; 60 unless given.
+        gap: Share of its own added time that each may be away from its optimum.
+
+    Raises:
+        BudgetTooSmallError: If no plan fits, with the nested plan of the least peak.
+    """
+    started = time.perf_counter_ns()
+    deadline = time.perf_counter() + (DEFAULT_LIMIT_S if time_limit_s is None else time_limit_s)
+
+    def left() -> float:
+        return max(0.0, deadline - time.perf_counter())
+
+    found: list[Solution] = []
+    notes: list[str] = []
+    try:
+        found.append(dp.solve(problem, time_limit_s=left(), gap=gap))
+    except BudgetTooSmallError as error:
+        notes.append(f"dp needs {error.least_peak_bytes} bytes")
+    if not found or found[0].added_ns:
+        if found:
+            _try_ilp(problem, found, notes, left(), gap)
+        nested = dp_nested.solve(problem, time_limit_s=left(), gap=gap)
+        found.append(nested)
+    best = min(found, key=lambda solution: solution.added_ns)
+    others = [f"{item.solver} adds {item.added_ns} ns ({item.status})" for item in found if item is not best]
+    note = "; ".join([best.note] * bool(best.note) + others + notes)
+    return replace(best, wall_ns=time.perf_counter_ns() - started, note=note)
+
+
+def _try_ilp(problem: Problem, found: list[Solution], notes: list[str], limit_s: float, gap: float) -> None:
+    """Run the integer programme where it can improve on the dynamic one and is of a size that pays."""
+    choices = sum(len(candidate.operators) for candidate in problem.candidates)
+    if not choices and found[0].status is Status.OPTIMAL:
+        notes.append("ilp was not run: without save sets dp is exact in its plan space")
+    elif choices > MOST_CHOICES:
+        notes.append(f"ilp was not run: {choices} places for operators in candidates, more than {MOST_CHOICES}")
+    else:
+        # Nested segments get what is left, so the programme takes two thirds at most.
+        found.append(ilp.solve(problem, time_limit_s=limit_s * 2 / 3, gap=gap))
