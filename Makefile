@@ -1,0 +1,61 @@
+# `make demo` and `make test` are all the set-up there is: on a fresh clone each makes its own .venv first.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench gpu-check clean
+
+BIN := .venv/bin
+TOOLS := .venv/.tools
+WHEEL := .venv/.wheel
+SOURCES := $(shell find planner profiler solvers -name '*.py' -o -name '*.html' -o -name py.typed)
+# The first of these that is Python 3.11 or newer; `make PYTHON=/path/to/python test` takes another.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$name" && break; done)
+
+help:
+	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in about a minute'
+	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
+	@echo 'make bench      measure what the tables of the README show'
+	@echo 'make gpu-check  compare predictions with a CUDA device, where there is one'
+	@echo 'make clean      remove .venv and everything built'
+
+demo: $(WHEEL)
+	$(BIN)/remat demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(WHEEL)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	cd / && '$(CURDIR)/$(BIN)/python' -c 'import remat.planner as p; assert "site-packages" in p.__file__, p.__file__'
+
+bench: $(WHEEL)
+	@shopt -s nullglob; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+gpu-check: $(WHEEL)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python benchmarks/gpu_check.py; \
+	else echo 'gpu-check: skipped, torch finds no CUDA device here; nothing was checked'; fi
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Libraries and tools, made anew when what they are made from changes.
+$(TOOLS): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer is needed and none was found; try: make PYTHON=/path/to/python' >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev .
+	touch $@
+
+# The package itself, as a wheel: what users get is what is tested. setuptools would pack deleted modules that an
+# earlier build left in build/lib.
+$(WHEEL): $(TOOLS) $(SOURCES) README.md LICENSE
+	rm -rf build/lib build/bdist.*
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	touch $@
