@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from .lives import live_bytes_by_kind
 from .scratch import ScratchMeter
 
 SMALL_NUMEL = 1 << 20
 """Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
-
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class RecordedOperator:
     fills_argument: bool
     sequence: int
     counted: bool
+    grad_enabled: bool
     scratch_bytes: int = 0
     forward_of: int = -1
 
@@ -100,6 +101,12 @@ class Recording:
                     change[storage.last + 1] -= storage.nbytes
         scratch = np.array([operator.scratch_bytes for operator in self.operators], dtype=np.int64)
         return np.cumsum(change)[:-1] + scratch
+
+    def live_bytes_by_kind(self) -> dict[str, np.ndarray]:
+        """Return the same without scratch, by category; what replays made is "recomputed"."""
+        replayed = np.array([operator.grad_enabled for operator in self.operators], dtype=np.bool_)
+        replayed[: self.loss_stop] = False
+        return live_bytes_by_kind(self.storages, loss_stop=self.loss_stop, replayed=replayed)
 
     def peak_bytes(self) -> int:
         """Return the most bytes alive at any moment of the recording."""
@@ -209,6 +216,7 @@ class Recorder(TorchDispatchMode):
                 fills_argument=any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
                 sequence=sequence,
                 counted=func not in SAC_IGNORED_OPS,
+                grad_enabled=torch.is_grad_enabled(),
             )
         )
         return out

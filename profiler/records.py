@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from .lives import live_bytes_by_kind
+
 Kind = Literal["parameter", "buffer", "batch", "gradient", "activation"]
 
 
@@ -198,18 +200,7 @@ class Profile:
     def live_bytes_by_kind(self) -> dict[str, np.ndarray]:
         """Return the same without scratch, by category: parameters, optimizer, gradients, activations, ..."""
         count = len(self.operators)
-        kinds = ("parameter", "buffer", "batch", "gradient", "activation", "temporary")
-        change = {kind: np.zeros(count + 1, dtype=np.int64) for kind in kinds}
-        for storage in self.storages:
-            if storage.last is not None and storage.last < max(storage.born, 0):
-                continue
-            kind = storage.kind
-            if kind == "activation" and not storage.saved_by and storage.last is not None:
-                kind = "temporary"
-            change[kind][max(storage.born, 0)] += storage.nbytes
-            if storage.last is not None:
-                change[kind][storage.last + 1] -= storage.nbytes
-        live = {kind: np.cumsum(values)[:-1] for kind, values in change.items()}
+        live = live_bytes_by_kind(self.storages, loss_stop=self.loss_stop, replayed=np.zeros(count, dtype=np.bool_))
         live["optimizer"] = np.full(count, self.parts.optimizer, dtype=np.int64)
         return live
 
@@ -312,4 +303,3 @@ class Profile:
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter[Any]:
     return TypeAdapter(Profile)
-
