@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
+from .leaf_peaks import leaf_peaks
 from .problem import Candidate, Problem
 from .replay_moments import replay_moments
 from .simulate import replay_ns
@@ -300,8 +301,7 @@ class ModelBuilder:
             rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage]))
         for item in self.candidates:
             place = (item.start, item.stop)
-            moments = replay_moments(tables, item, frozenset())
-            rows[item.start][self.model.plain[place]] = self._bytes(max(moment.nbytes for moment in moments))
+            rows[item.start][self.model.plain[place]] = self._bytes(leaf_peaks(tables)[place])
             if place in self.model.selective:
                 self._bound_selective(item, limit)
         for row in rows:
@@ -311,7 +311,7 @@ class ModelBuilder:
         """Bound the moments of a segment with a save set that no other of its moments outweighs."""
         tables = self.tables
         chosen = self.model.selective[item.start, item.stop]
-        plain_bytes = self._bytes(max(moment.nbytes for moment in replay_moments(tables, item, frozenset())))
+        plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop])
         names = frozenset(tables.outputs(item.operators))
         for moment in replay_moments(tables, item, names):
             row: _Expression = defaultdict(float)

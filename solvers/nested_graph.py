@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from .leaf_peaks import leaf_peaks
 from .nested_tables import INFINITE, NestedTables, Place
 from .problem import Problem, Segment
 from .retention_graph import RetentionGraph, retention_graph
 from .save_options import save_options
-from .simulate import segment_peak
 from .tables import Tables, tables_of
 
 _MOST_TRADES = 24
@@ -47,9 +47,7 @@ class NestedGraph:
         tables = tables_of(problem)
         self.most_ns = most_ns
         flat = retention_graph(problem, tables, save_sets=save_sets)
-        leaves = {
-            place: segment_peak(tables, Segment(start=place[0], stop=place[1])).nbytes for place in tables.candidates
-        }
+        leaves = leaf_peaks(tables)
         most = min(room_bytes, max(leaves.values(), default=1))
         unit = _round_unit(-(-max(most, 1) // units))
         self.tables = _nested_tables(problem, tables, unit, -(-max(most, 1) // unit), save_sets, deadline)

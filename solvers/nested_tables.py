@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .leaf_peaks import leaf_peaks
 from .level_edges import LevelEdges, SaveOptions
 from .problem import Segment
 from .simulate import replay_ns, segment_peak
@@ -128,7 +129,7 @@ class NestedTables:
         return Segment(start=start, stop=stop, children=tuple(children))
 
     def _leaf_units(self, start: int, stop: int) -> int:
-        return -(-segment_peak(self.tables, Segment(start=start, stop=stop)).nbytes // self.unit)
+        return self._units(leaf_peaks(self.tables)[start, stop])
 
     def _root(self, start: int) -> _State:
         return self._state(start, 0, 0, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .leaf_peaks import leaf_peaks
 from .level_edges import LevelEdge, LevelEdges, SaveOptions, bits
 from .problem import Problem, Segment
 from .save_options import save_options
@@ -123,13 +124,14 @@ def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
 def _price(tables: Tables, graph: RetentionGraph, position: int, edge: LevelEdge) -> None:
     """Append what an edge adds and needs at the top level."""
     segment = None if edge.keep is None else Segment(start=position, stop=edge.stop, keep=edge.keep)
+    inner = 0
+    if segment is not None:
+        inner = segment_peak(tables, segment).nbytes if segment.keep else leaf_peaks(tables)[position, edge.stop]
     entered = edge.entered_bytes + tables.outliving_bytes
     graph.added_bytes.append(edge.added_bytes)
     graph.forward_bytes.append(edge.forward_bytes)
     graph.entered_bytes.append(entered)
-    graph.needed_bytes.append(
-        max(edge.forward_bytes, entered + (segment_peak(tables, segment).nbytes if segment else 0))
-    )
+    graph.needed_bytes.append(max(edge.forward_bytes, entered + inner))
     graph.added_ns.append(replay_ns(tables, position, edge.stop, segment.keep) if segment else 0)
     graph.items.append(segment)
 

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 from remat.solvers import Candidate, Operator, Problem, Segment, Stage, Tensor, simulate
+from remat.solvers.leaf_peaks import leaf_peaks
+from remat.solvers.simulate import segment_peak
+from remat.solvers.tables import tables_of
 
 from .instances import random_chain, random_graph, random_plan
 from .naive_simulator import naive_price
@@ -93,3 +96,11 @@ def test_a_segment_that_saves_nothing_is_never_replayed():
     price = simulate(problem, (Segment(start=0, stop=2),))
     assert (price.peak_bytes, price.added_ns) == (3, 0)
     assert {moment.phase for moment in price.moments} == {"forward", "backward"}
+
+
+def test_the_peaks_of_all_bare_segments_in_one_sweep_are_those_of_each():
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        tables = tables_of(random_graph(rng, int(rng.integers(1, 9))))
+        for (start, stop), peak in leaf_peaks(tables).items():
+            assert peak == segment_peak(tables, Segment(start=start, stop=stop)).nbytes
