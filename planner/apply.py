@@ -10,17 +10,18 @@ or, where a user calls a part directly, that part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from .errors import ApplyError
 from .intercept import AfterMember, BeforeMember, Planned, PlannedForward
-from .internals import buffers_of, take_off_hook
+from .internals import buffers_of, has_forward, take_off_hook
 from .plan import Call, Plan, PlannedSegment
 from .save_set import SaveSet
-from .session import CallKey, Level, Segment
+from .session import NO_SCOPE, CallKey, Level, Segment
 from .traced import Traced, TracedCall, TracedFirst, TracedLater, Untraceable
 
 
@@ -65,18 +66,26 @@ class Applied:
 
     def __init__(self, planned: Planned, binding: _Binding) -> None:
         self._planned = planned
+        self._binding = binding
         self._forwards: list[PlannedForward] = []
         self._hooks: list[tuple[nn.Module, Any]] = []
+        self._attach_all()
+
+    def _attach_all(self) -> None:
+        binding = self._binding
+        self._planned.sessions.top.mark(removed=False)
         try:
             for key, module in enumerate(binding.modules):
-                self._attach(key, module, binding)
+                self._attach(key, module)
             for key, traced in binding.traced.items():
                 self._forwards[key].traced = traced
         except BaseException:
             self.remove()
             raise
+        self._planned.applied = self
 
-    def _attach(self, key: int, module: nn.Module, binding: _Binding) -> None:
+    def _attach(self, key: int, module: nn.Module) -> None:
+        binding = self._binding
         member = key in binding.members
         forward = PlannedForward(self._planned, key, module, counted=not member, scope=key in binding.scopes)
         module.__dict__["forward"] = forward
@@ -96,8 +105,9 @@ class Applied:
     def remove(self) -> None:
         """Take the plan off; the model is as before it was applied. A second call does nothing.
 
-        Graphs built under the plan can still run backward.
+        Graphs built under the plan can still run backward, if no segment has others inside; else backward says so.
         """
+        self._planned.sessions.top.mark(removed=True)
         for forward in self._forwards:
             # Another tool may have wrapped the planned forward meanwhile; then it stays, and only passes on.
             if forward.module.__dict__.get("forward") is forward:
@@ -110,12 +120,39 @@ class Applied:
             hook.planned = None
             take_off_hook(module, hook)
         self._forwards, self._hooks = [], []
+        self._planned.applied = None
 
     def __enter__(self) -> Applied:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """Return the plan in force on a model, as `apply` returned it; a copy of a planned model has one of its own."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PlannedForward) and forward.planned is not None and forward.planned.root is model:
+            return forward.planned.applied
+    return None
+
+
+@contextmanager
+def unplanned(model: nn.Module) -> Iterator[Applied | None]:
+    """Take the plan in force on a model off while inside, and put the same one back on leaving.
+
+    Yields what `apply` returned, or None where no plan is in force.
+    """
+    applied = applied_to(model)
+    if applied is None:
+        yield None
+        return
+    applied.remove()
+    try:
+        yield applied
+    finally:
+        applied._attach_all()  # pyright: ignore[reportPrivateUsage]
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -133,15 +170,6 @@ def _refuse_own_checkpointing(model: nn.Module) -> None:
                 f"module {name or '(root)'!r} has its own gradient checkpointing switched on; the two do not stack: "
                 "call model.gradient_checkpointing_disable() before apply"
             )
-
-
-def _container_of(members: tuple[Call, ...]) -> str:
-    """Return the path of the nearest container around all members."""
-    parents = [call.module.split(".")[:-1] for call in members]
-    depth = 0
-    while all(len(parent) > depth for parent in parents) and len({parent[depth] for parent in parents}) == 1:
-        depth += 1
-    return ".".join(parents[0][:depth])
 
 
 class _Binding:
@@ -196,7 +224,7 @@ class _Binding:
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
             buffers=[self._buffer(name, where) for name in planned.restored_buffers],
-            scope=self._key(self._root.get_submodule(_container_of(planned.members))),
+            scope=self._loop_of(planned) if len(calls) > 1 else NO_SCOPE,
         )
         if parent is None:
             self._trace(planned, segment, members)
@@ -233,8 +261,19 @@ class _Binding:
         # Which ancestor's loop makes the calls cannot be told from names; all of them are watched.
         for call in planned.members:
             parts = call.module.split(".")
-            for length in range(len(parts)):
-                self.scopes.add(self._key(self._root.get_submodule(".".join(parts[:length]))))
+            around = [self._root.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
+            self.scopes.update(self._key(module) for module in around if has_forward(module))
+
+    def _loop_of(self, planned: PlannedSegment) -> int:
+        """Return the key of the nearest module around all members that has a forward, and so a loop, of its own."""
+        path = planned.members[0].module.split(".")[:-1]
+        around = [call.module.split(".")[:-1] for call in planned.members]
+        while path and not (
+            all(other[: len(path)] == path for other in around)
+            and has_forward(self._root.get_submodule(".".join(path)))
+        ):
+            path.pop()
+        return self._key(self._root.get_submodule(".".join(path)))
 
     def _check_inside(
         self, planned: PlannedSegment, parent: PlannedSegment, members: list[nn.Module], where: str

@@ -37,6 +37,8 @@ class Planned:
         self.root = root
         self.training = training
         self.sessions = Sessions(top)
+        # What apply returned: found here, so that a copy of the model has its own.
+        self.applied: Any = None
 
     def in_force(self, session: Session) -> bool:
         """Return whether a call made now is to be checkpointed."""
@@ -126,7 +128,7 @@ class PlannedForward(_Attached):
             return self._run(planned.sessions, session, args, kwargs)
         session.counts = {}
         try:
-            return self._run(planned.sessions, session, args, kwargs)
+            return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
         finally:
             session.counts = None
 

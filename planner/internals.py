@@ -45,6 +45,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; a ModuleList cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
 def take_off_hook(module: nn.Module, hook: object) -> None:
     """Remove a forward hook or forward pre-hook by its object."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

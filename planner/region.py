@@ -135,6 +135,11 @@ class Region:
             )
 
     def _replay(self, *tensors: torch.Tensor) -> None:
+        if self.segment.removed and not self.segment.inside.empty:
+            raise ReplayStateError(
+                f"segment {self.segment.where}: the plan was removed between forward and backward, and the segments "
+                "inside this one are gone; run backward before remove()"
+            )
         facts = self._parameter_facts()
         if facts != self._facts:
             self._report_change(facts)
@@ -181,10 +186,15 @@ class OneCall(Region):
         self._forward = forward
         session = self.session
         loop, session.loop = session.loop, None
+        opened = len(session.open)
         try:
             self.enter()
             output = forward(*args, **kwargs)
+            while len(session.open) > opened:
+                session.open[-1].leave()
         except BaseException:
+            while len(session.open) > opened:
+                session.open[-1].abandon()
             self.abandon()
             raise
         finally:

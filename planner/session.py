@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .loop import Loop, Run
 
 CallKey = tuple[int, int]
+NO_SCOPE = -1
 
 
 class Level:
@@ -38,6 +39,12 @@ class Level:
         (self.singles if len(segment.calls) == 1 else self.runs)[segment.calls[0]] = segment
         self.empty = False
 
+    def mark(self, *, removed: bool) -> None:
+        """Note whether the plan is taken off the model, so that nothing can begin inside a replay."""
+        for segment in (*self.singles.values(), *self.runs.values()):
+            segment.removed = removed
+            segment.inside.mark(removed=removed)
+
     def holds(self, call: CallKey) -> bool:
         """Return whether a segment begins with this call."""
         return call in self.singles or call in self.runs
@@ -46,7 +53,10 @@ class Level:
 class Segment:
     """A planned segment with its names resolved to the model's own objects."""
 
-    __slots__ = ("buffers", "calls", "early_stop", "inside", "modules", "parameters", "root", "save", "scope", "where")
+    __slots__ = (
+        *("buffers", "calls", "early_stop", "inside", "modules", "parameters"),
+        *("removed", "root", "save", "scope", "where"),
+    )
 
     def __init__(
         self,
@@ -63,12 +73,13 @@ class Segment:
     ) -> None:
         self.root = root
         self.where = where
+        self.removed = False
         self.calls = calls
         self.inside = inside
         self.save = save
         self.early_stop = early_stop
         self.buffers = buffers
-        # Key of the nearest container around all members.
+        # Key of the module in whose loop a run must end at the latest.
         self.scope = scope
         self.modules = list(dict.fromkeys(module for member in members for module in member.modules()))
         owned = [parameters_of(module) for module in self.modules]
@@ -100,9 +111,7 @@ class Session:
         self.replaying = False
         self.uncounted = False
 
-    def scoped(
-        self, scope: int | None, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def scoped(self, scope: int | None, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `body`, and end the runs begun in it that belong to this scope (None: all), or drop them if it raises.
 
         A run may begin in one container and end in another; it belongs to the nearest container around both.
@@ -141,9 +150,9 @@ class Sessions(threading.local):
     """The sessions of one planned model: `here` is the running thread's."""
 
     def __init__(self, top: Level) -> None:
-        self._top = top
+        self.top = top
         self.here = Session(top)
 
     def __reduce__(self) -> tuple[type[Sessions], tuple[Level]]:
         # A copy or an unpickled planned model is another model; its sessions start idle.
-        return Sessions, (self._top,)
+        return Sessions, (self.top,)

@@ -41,7 +41,18 @@ class Tape:
         capture: Holds a tensor that comes from outside and is not an input; calling what it returns gives it back.
     """
 
-    __slots__ = ("_capture", "_captured", "_first_node", "_inputs", "_known", "_last_use", "_size", "_where", "entries")
+    __slots__ = (
+        "_capture",
+        "_captured",
+        "_detached",
+        "_first_node",
+        "_inputs",
+        "_known",
+        "_last_use",
+        "_size",
+        "_where",
+        "entries",
+    )
 
     def __init__(
         self, where: str, inputs: Inputs, capture: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
@@ -51,6 +62,7 @@ class Tape:
         self._captured: dict[int, Callable[[], torch.Tensor]] = {}
         self._known = {id(t): (weakref.ref(t), number) for number, t in enumerate(inputs.tensors)}
         self._inputs = self._size = len(inputs.tensors)
+        self._detached: set[int] = set()
         self._last_use: dict[int, int] = {}
         self._first_node = next_node_number()
         self.entries: list[Entry] = []
@@ -70,6 +82,8 @@ class Tape:
             number = self._find(tensor)
             if number is None:
                 number = self._remember(tensor)
+                if not self.entries[-1].gradients:
+                    self._detached.add(number)
             outputs.append(number)
 
     def is_external(self, tensor: torch.Tensor) -> bool:
@@ -110,6 +124,9 @@ class Tape:
         number = self._find(tensor)
         if number is None:
             number = self._capture_outside(tensor)
+        elif number in self._detached and tensor.requires_grad:
+            # A custom function computes without gradients and joins the graph afterwards; only the first was seen.
+            raise self._unrecorded(tensor.grad_fn)
         self._last_use[number] = len(self.entries)
         return Slot(number)
 
@@ -142,7 +159,10 @@ class Tape:
                 if known is not None and known.grad_fn is inner and known.output_nr == output:
                     self._known[id(tensor)] = (weakref.ref(tensor), number)
                     return number
-        raise ApplyError(
+        raise self._unrecorded(node)
+
+    def _unrecorded(self, node: Any) -> ApplyError:
+        return ApplyError(
             f"segment {self._where}: a tensor made by {node.name()} between the members reached one of them, and that "
             "step could not be recorded (a custom autograd function?); plan each member as a segment of its own"
         )
