@@ -1,0 +1,264 @@
+"""`compare`: every solver at every budget from one profile, as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import nn
+from torch.optim import Optimizer
+
+from ..profiler.step import Loss
+from .budget import BudgetError, format_bytes, parse_budget
+from .errors import InfeasibleBudgetError
+from .plan import Plan
+from .planning import Planner, check_solver
+
+_BYTES = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "least_peak_bytes", "segments")
+_SHARES = ("predicted_overhead", "measured_overhead", "lower_bound_overhead", "gap", "solve_seconds")
+COLUMNS = (
+    "solver",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "predicted_overhead",
+    "measured_peak_bytes",
+    "measured_overhead",
+    "segments",
+    "lower_bound_overhead",
+    "gap",
+    "solve_seconds",
+    "status",
+    "note",
+    "least_peak_bytes",
+)
+"""Columns of `Comparison.frame`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Hold what every solver found at every budget.
+
+    Attributes:
+        frame: One row per solver and budget, columns `COLUMNS`. Bytes are peaks of the whole step; overheads are shares
+            of the unplanned step's time; `solve_seconds` counts solving and the dry runs. Where no plan fits,
+            `status` is "infeasible", `note` says why and `least_peak_bytes` is the smallest peak the solver reaches.
+        plans: The plans, by solver and budget in bytes; a solver without a plan under a budget has no entry there.
+        least: By solver, the plan with the smallest peak of all that were seen, infeasible budgets included.
+        planner: The profile all of it was planned from.
+    """
+
+    frame: pd.DataFrame
+    plans: Mapping[tuple[str, int], Plan]
+    least: Mapping[str, Plan]
+    planner: Planner
+
+    @property
+    def unplanned_peak_bytes(self) -> int:
+        """Return the peak of the step without a plan."""
+        return self.planner.profile.peak_bytes()
+
+    @property
+    def solvers(self) -> tuple[str, ...]:
+        """Return the solvers compared, in the order asked for."""
+        return tuple(dict.fromkeys(self.frame["solver"]))
+
+    @property
+    def budgets_bytes(self) -> tuple[int, ...]:
+        """Return the budgets compared, in the order asked for."""
+        return tuple(int(budget) for budget in dict.fromkeys(self.frame["budget_bytes"]))
+
+    def feasible(self) -> pd.DataFrame:
+        """Return the rows that have a plan."""
+        return self.frame.query("status != 'infeasible'")
+
+    def frontier(self, solver: str) -> pd.DataFrame:
+        """Return the rows of a solver that none of its others beats in peak and overhead, by ascending peak.
+
+        Raises:
+            BudgetError: The solver was not compared.
+        """
+        if solver not in self.solvers:
+            raise BudgetError(f"solver {solver!r} was not compared: choose one of {', '.join(self.solvers)}")
+        rows = self.feasible().query("solver == @solver")
+        rows = rows.sort_values(by=["predicted_peak_bytes", "predicted_overhead"])
+        rows = rows.assign(earlier=rows["predicted_overhead"].cummin().shift(fill_value=float("inf")))
+        return rows.query("predicted_overhead < earlier").drop(columns="earlier").reset_index(drop=True)
+
+    def lower_bounds(self) -> dict[int, float]:
+        """Return, by ascending budget in bytes, the added time that a solver proved its plans to need, as a share.
+
+        Each solver's bound is about its own plans, so where another solver's plan beats it, that plan's is returned.
+        Budgets for which nothing is proven are left out.
+        """
+        bounds: dict[int, float] = {}
+        for budget in sorted(self.budgets_bytes):
+            plans = [plan for (_, planned), plan in self.plans.items() if planned == budget]
+            proven = max((plan.lower_bound_overhead or 0.0 for plan in plans), default=0.0)
+            if proven > 0:
+                bounds[budget] = min(proven, *(plan.predicted_overhead or 0.0 for plan in plans))
+        return bounds
+
+    def best(self, budget: int | str) -> Plan:
+        """Return the plan of least predicted overhead that fits a budget; among equals the one of smaller peak.
+
+        Args:
+            budget: Bytes, "8GiB", or "60%" of the unplanned peak; need not be one of those compared.
+
+        Raises:
+            InfeasibleBudgetError: No plan of the comparison fits.
+        """
+        limit = parse_budget(budget, self.unplanned_peak_bytes)
+        fitting = [plan for plan in self.plans.values() if (plan.predicted_peak_bytes or 0) <= limit]
+        if fitting:
+            return min(fitting, key=lambda plan: (plan.predicted_overhead or 0.0, plan.predicted_peak_bytes or 0))
+        known = [*self.plans.values(), *self.least.values()]
+        least = min(known, key=lambda plan: plan.predicted_peak_bytes or 0)
+        reached = least.predicted_peak_bytes or 0
+        raise InfeasibleBudgetError(
+            f"no plan of the comparison fits {format_bytes(limit)}: the smallest peak is {format_bytes(reached)} "
+            f"({reached} bytes, {least.solver}). Raise the budget to that, or make the batch smaller.",
+            least_peak_bytes=reached,
+            plan=least,
+        )
+
+    def table(self) -> str:
+        """Return the comparison as text for people."""
+        rows = [_HEADER, *(table_cells(row) for row in self.frame.to_dict("records"))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+
+_HEADER = ("solver", "budget", "peak", "added time", "bound", "segments", "planning", "status")
+
+
+def table_cells(row: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return a row of `Comparison.frame` as cells for people, one for each of `table_header`."""
+    seconds = f"{row['solve_seconds']:.1f} s"
+    if row["status"] == "infeasible":
+        least = format_bytes(int(row["least_peak_bytes"]))
+        return (row["solver"], format_bytes(row["budget_bytes"]), "-", "-", "-", "-", seconds, f"least peak is {least}")
+    peak = format_bytes(int(row["predicted_peak_bytes"]))
+    added = f"{row['predicted_overhead']:.1%}"
+    if pd.notna(row["measured_peak_bytes"]):
+        peak += f" (measured {format_bytes(int(row['measured_peak_bytes']))})"
+    if pd.notna(row["measured_overhead"]):
+        added += f" (measured {row['measured_overhead']:.1%})"
+    bound = f"{row['lower_bound_overhead']:.1%}" if row["lower_bound_overhead"] > 0 or row["gap"] == 0 else "none"
+    segments = str(row["segments"])
+    return (row["solver"], format_bytes(row["budget_bytes"]), peak, added, bound, segments, seconds, row["status"])
+
+
+def table_header() -> tuple[str, ...]:
+    """Return the column titles of `Comparison.table`."""
+    return _HEADER
+
+
+def compare(
+    model: nn.Module,
+    batch: object,
+    *,
+    budgets: Sequence[int | str] = ("80%", "60%", "40%"),
+    solvers: Sequence[str] = ("sqrt", "dp", "ilp"),
+    loss: Loss | None = None,
+    optimizer: Optimizer | str | None = None,
+    accumulation: bool = False,
+    measure: bool = False,
+    planner: Planner | None = None,
+    time_limit_s: float | None = 20.0,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Plan every budget with every solver from one profile.
+
+    The model is left as it was; nothing is applied.
+
+    Args:
+        model: The model, on the device it is trained on.
+        batch: As for `plan`.
+        budgets: Peaks of the whole step: bytes, "8GiB", or "60%" of the unplanned peak.
+        solvers: Names from `SOLVERS`.
+        loss: As for `plan`.
+        optimizer: As for `plan`.
+        accumulation: As for `plan`.
+        measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real.
+        planner: What `Planner.of` returned for this model and batch; then nothing is profiled.
+        time_limit_s: Seconds for each solve; a plan may take several.
+        progress: Called with a few words before each phase.
+
+    Raises:
+        BudgetError: A budget or a solver's name cannot be read, or there is none.
+        BatchError: The batch cannot be used.
+    """
+    if not budgets or not solvers:
+        raise BudgetError("nothing to compare: pass at least one budget and one solver")
+    for solver in solvers:
+        check_solver(solver)
+    for budget in budgets:
+        parse_budget(budget, 1 << 40)
+    if planner is None:
+        planner = Planner.of(model, batch, loss=loss, optimizer=optimizer, accumulation=accumulation, progress=progress)
+    run = _Run(planner, time_limit_s, progress)
+    for budget in budgets:
+        for solver in solvers:
+            run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
+    if measure:
+        run.measure(model, batch, loss)
+    return run.comparison()
+
+
+class _Run:
+    """Collect rows and plans."""
+
+    def __init__(self, planner: Planner, time_limit_s: float | None, progress: Callable[[str], None] | None) -> None:
+        self.planner, self.time_limit_s, self.progress = planner, time_limit_s, progress
+        self.rows: dict[tuple[str, int], dict[str, Any]] = {}
+        self.plans: dict[tuple[str, int], Plan] = {}
+        self.least: dict[str, Plan] = {}
+
+    def plan(self, solver: str, budget_bytes: int) -> None:
+        started = time.perf_counter()
+        row: dict[str, Any] = {"solver": solver, "budget_bytes": budget_bytes}
+        try:
+            plan = self.planner.plan(
+                budget_bytes, solver=solver, time_limit_s=self.time_limit_s, progress=self.progress
+            )
+        except InfeasibleBudgetError as error:
+            plan = error.plan
+            row |= {"status": "infeasible", "note": str(error), "least_peak_bytes": error.least_peak_bytes}
+        else:
+            self.plans[solver, budget_bytes] = plan
+            row |= {
+                "predicted_peak_bytes": plan.predicted_peak_bytes,
+                "predicted_overhead": plan.predicted_overhead,
+                "segments": len(plan.segments),
+                "lower_bound_overhead": plan.lower_bound_overhead,
+                "gap": plan.gap,
+                "status": plan.status,
+                "note": "; ".join(plan.notes),
+            }
+        row["solve_seconds"] = time.perf_counter() - started
+        self.rows[solver, budget_bytes] = row
+        known = self.least.get(solver)
+        if known is None or (plan.predicted_peak_bytes or 0) < (known.predicted_peak_bytes or 0):
+            self.least[solver] = plan
+
+    def measure(self, model: nn.Module, batch: object, loss: Loss | None) -> None:
+        from .verify import verify
+
+        for (solver, budget_bytes), plan in self.plans.items():
+            if self.progress is not None:
+                self.progress(f"measuring {solver} at {format_bytes(budget_bytes)}")
+            found = verify(model, batch, plan, loss=loss, repeats=2)
+            self.rows[solver, budget_bytes] |= {
+                "measured_peak_bytes": found.measured_peak_bytes,
+                "measured_overhead": found.measured_overhead,
+            }
+
+    def comparison(self) -> Comparison:
+        frame = pd.DataFrame(list(self.rows.values()), columns=list(COLUMNS))
+        frame = frame.astype(dict.fromkeys(_BYTES, "Int64") | dict.fromkeys(_SHARES, "float64"))
+        return Comparison(frame=frame, plans=self.plans, least=self.least, planner=self.planner)
