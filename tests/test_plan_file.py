@@ -1,0 +1,231 @@
+"""Plans are files: they come back as they were written, or say in one line what is wrong with them."""
+
+import copy
+import json
+import os
+import pickle
+import stat
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from remat.planner.errors import PlanError, PlanFileError, PlanMismatchError
+from remat.planner.fingerprint import Fingerprint
+from remat.planner.plan import SCHEMA_VERSION, BatchTensor, Call, Plan, PlannedSegment, SavedOperator
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=4, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth)]
+        )
+
+
+PLAN = Plan(
+    segments=(
+        PlannedSegment(
+            members=(Call(module="blocks.0"), Call(module="blocks.1")),
+            save=(SavedOperator(operator="aten.addmm.default", index=1),),
+            children=(PlannedSegment(members=(Call(module="blocks.0.0"),), early_stop=False),),
+            restored_buffers=("blocks.0.1.running_mean",),
+            crosses_operators=True,
+        ),
+        PlannedSegment(members=(Call(module="blocks.2", index=1),)),
+    ),
+    budget_bytes=2**30,
+    predicted_peak_bytes=900 * 2**20,
+    predicted_overhead=0.125,
+    unplanned_peak_bytes=3 * 2**30,
+    lower_bound_overhead=0.12,
+    gap=0.04,
+    solver="dp",
+    status="optimal",
+    step={"optimizer": "adamw", "accumulation": False, "headroom_bytes": 0},
+    bytes_from="measured",
+    fingerprint=Fingerprint.of(Net(), calls=("", "blocks.0")),
+    batch=(BatchTensor(name="input_ids", shape=(2, 8), dtype="torch.int64", device="cpu"),),
+    versions={"torch": "2.13"},
+    notes=("blocks.2 left out once",),
+)
+
+
+def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert Plan.load(str(path)).to_json() == path.read_text()
+    assert json.loads(path.read_text())["schema_version"] == SCHEMA_VERSION
+
+
+names = st.text(max_size=12)
+calls = st.builds(Call, module=names, index=st.integers(0, 9))
+leaves = st.builds(
+    PlannedSegment,
+    members=st.lists(calls, min_size=1, max_size=3).map(tuple),
+    save=st.lists(st.builds(SavedOperator, operator=names, index=st.integers(0, 9)), max_size=2).map(tuple),
+    restored_buffers=st.lists(names, max_size=2).map(tuple),
+    early_stop=st.booleans(),
+)
+segments = st.recursive(
+    leaves,
+    lambda inner: st.builds(
+        PlannedSegment,
+        members=st.lists(calls, min_size=1, max_size=2).map(tuple),
+        children=st.lists(inner, max_size=2).map(tuple),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(segments, max_size=4).map(tuple), st.none() | st.integers(0, 2**63), st.none() | st.floats(0, 9))
+def test_any_plan_comes_back_from_json(chosen, budget, overhead):
+    plan = Plan(segments=chosen, budget_bytes=budget, predicted_overhead=overhead)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_can_be_copied_and_sent_to_another_process():
+    assert copy.deepcopy(PLAN) == PLAN
+    assert pickle.loads(pickle.dumps(PLAN)) == PLAN
+
+
+def _edited(change):
+    content = json.loads(PLAN.to_json())
+    change(content)
+    return json.dumps(content)
+
+
+BROKEN = {
+    "empty": ("", "not JSON"),
+    "truncated": (PLAN.to_json()[:200], "truncated"),
+    "binary": ("\x00\x01", "not JSON"),
+    "a list": ("[]", "no field 'segments'"),
+    "another file": ('{"name": "config"}', "no field 'segments'"),
+    "another schema": (_edited(lambda c: c.update(schema_version=99)), "schema_version is 99, this remat reads 1"),
+    "no schema": (_edited(lambda c: c.pop("schema_version")), "schema_version is None"),
+    "a word for a number": (_edited(lambda c: c.update(budget_bytes="8GiB")), "field budget_bytes.*'8GiB'"),
+    "a negative number": (_edited(lambda c: c.update(budget_bytes=-1)), "field budget_bytes"),
+    "a misspelt field": (_edited(lambda c: c.update(solvr="dp")), "field solvr"),
+    "a misspelt segment field": (_edited(lambda c: c["segments"][1].update(childs=[])), r"field segments\.1\.childs"),
+    "no members": (_edited(lambda c: c["segments"][0].update(members=[])), r"field segments\.0\.members"),
+    "a missing field": (_edited(lambda c: c["segments"][0].pop("members")), r"field segments\.0\.members"),
+    "a deep fault": (
+        _edited(lambda c: c["segments"][0]["children"][0]["members"][0].update(index=1.5)),
+        r"field segments\.0\.children\.0\.members\.0\.index.*1\.5",
+    ),
+    "a wrong source": (_edited(lambda c: c.update(bytes_from="guessed")), "field bytes_from"),
+    "a wrong shape": (
+        _edited(lambda c: c["fingerprint"]["parameters"]["blocks.0.0.weight"].update(shape="4x4")),
+        r"field fingerprint\.parameters\.blocks\.0\.0\.weight\.shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_says_in_one_line_what_is_wrong_and_what_to_do(tmp_path, name):
+    text, message = BROKEN[name]
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanFileError, match=message) as caught:
+        Plan.load(path)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 400
+    assert str(path) in line
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert isinstance(caught.value, PlanError)
+    assert isinstance(caught.value, ValueError)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, len(PLAN.to_json()) - 1), st.characters(codec="utf-8"))
+def test_a_file_with_any_one_character_changed_is_read_or_refused(position, character):
+    text, problem = PLAN.to_json(), ""
+    try:
+        Plan.from_json(text[:position] + character + text[position + 1 :])
+    except PlanFileError as error:
+        problem = str(error)
+    assert "\n" not in problem
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(PlanFileError, match=r"nothing\.json: cannot read .*check the path"):
+        Plan.load(tmp_path / "nothing.json")
+    with pytest.raises(PlanFileError, match="cannot read"):
+        Plan.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    before = path.read_bytes()
+
+    def fail(descriptor):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        Plan(segments=()).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plan_file_can_be_read_by_others_and_keeps_its_mode(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    path.chmod(0o600)
+    PLAN.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_model_a_plan_was_made_for_passes_whatever_its_values():
+    PLAN.check(Net())
+    Plan(segments=()).check(nn.Linear(1, 1))
+
+
+CHANGES = {
+    "another class": (lambda: nn.Linear(4, 4), "class Linear instead of Net"),
+    "another width": (
+        lambda: Net(width=8),
+        r"12 changed parameters: blocks\.0\.0\.weight is \[8, 8\] float32, planned \[4, 4\] float32, .* and 9 more",
+    ),
+    "fewer blocks": (lambda: Net(depth=2), r"4 missing parameters: blocks\.2\.0\.weight, .* and 1 more"),
+    "more blocks": (lambda: Net(depth=4), r"4 extra parameters: blocks\.3\.0\.weight"),
+    "another dtype": (lambda: Net().double(), r"is \[4, 4\] float64, planned \[4, 4\] float32"),
+    "another module": (lambda: _with_identity(), r"1 changed modules: blocks\.0\.1 is Identity, planned BatchNorm1d"),
+    "a compiled wrapper": (
+        lambda: torch.compile(Net(), backend="eager"),
+        "wrapper: apply the plan to the module inside it.*_orig_mod",
+    ),
+    "a parallel wrapper": (lambda: nn.DataParallel(Net()), r"its attribute module\)"),
+}
+
+
+def _with_identity():
+    model = Net()
+    model.blocks[0][1] = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_model_is_refused_with_what_differs(name):
+    make, message = CHANGES[name]
+    with pytest.raises(PlanMismatchError, match=message) as caught:
+        PLAN.check(make())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_text_of_a_plan_names_promises_and_segments():
+    text = str(PLAN)
+    for words in (
+        *("2 segments", "peak 900.0 MiB", "budget 1,024.0 MiB", "overhead 12.5 %", "solver dp optimal"),
+        *("blocks.0 .. blocks.1 (2 calls)", "keeps 1 operators", "blocks.2#1", "note: blocks.2 left out once"),
+    ):
+        assert words in text
+    assert PLAN.describe() == text
+    assert "unknown" in str(Plan(segments=()))
