@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
+
+_FEASIBLE = 2  # HighsInfo.primal_solution_status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,21 @@ class Answer:
 
 
 class _StartedHighs(pulp.HiGHS):
-    """PuLP's HiGHS, started from the variables' initial values, which PuLP 3 does not pass on."""
+    """PuLP's HiGHS, silent, and started from the variables' initial values, which PuLP 3 does not pass on."""
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
+        import highspy  # Here, so that CBC can be used where it is missing.
+
+        class Silent(highspy.Highs):
+            def enableCallbacks(self) -> None:  # noqa: N802 - highspy's name
+                # Making a solver calls this, which prints a banner unless output is off by then.
+                self.setOptionValue("output_flag", False)
+                super().enableCallbacks()
+
+        model = cast("Any", Silent())
+        for name, value in cast("dict[str, Any]", self.optionsDict).items():
+            model.setOptionValue(name, value)
+        cast("Any", lp).solverModel = model
 
     def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
         model = cast("Any", lp.solverModel)
@@ -45,28 +63,49 @@ def run_highs(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> 
     """Solve with HiGHS, from the variables' initial values where they have some.
 
     Raises:
-        pulp.PulpSolverError: If HiGHS is not available.
+        ImportError: If HiGHS is not available.
     """
-    limit = None if math.isinf(time_limit_s) else max(time_limit_s, 0.01)
-    solver = _StartedHighs(
-        msg=False,
-        gapRel=gap,
-        timeLimit=limit,
-        threads=1,
-        mip_feasibility_tolerance=1e-7,
-        primal_feasibility_tolerance=1e-8,
-    )
-    programme.solve(solver)
-    highs = cast("Any", programme.solverModel)
-    information = highs.getInfo()
-    status = highs.modelStatusToString(highs.getModelStatus())
-    found = information.primal_solution_status == 2
+    options: dict[str, float | int] = {
+        "mip_rel_gap": gap,
+        "threads": 1,
+        "mip_feasibility_tolerance": 1e-7,
+        "primal_feasibility_tolerance": 1e-8,
+    }
+    if not math.isinf(time_limit_s):
+        options["time_limit"] = max(time_limit_s, 0.01)
+    started = time.perf_counter()
+    information, status = _run(programme, options)
+    if not _consistent(programme, information):
+        # HiGHS 1.16 can misjudge a start's objective after presolve (by what presolve moved into the constant) and
+        # then stop too early. What it reports differs from what the variables add up to: run again without a start.
+        for variable in programme.variables():
+            variable.varValue = None
+        if "time_limit" in options:
+            options["time_limit"] = max(time_limit_s - (time.perf_counter() - started), 0.01)
+        information, status = _run(programme, options)
     return Answer(
-        found=found,
+        found=information.primal_solution_status == _FEASIBLE and _consistent(programme, information),
         proven=status == "Optimal",
         timed_out=status == "Time limit reached",
         bound=float(information.mip_dual_bound),
     )
+
+
+def _run(programme: pulp.LpProblem, options: dict[str, float | int]) -> tuple[Any, str]:
+    """Run HiGHS and return its information record and the name of its status."""
+    solver = _StartedHighs(msg=False)
+    solver.optionsDict = options
+    programme.solve(solver)
+    highs = cast("Any", programme.solverModel)
+    return highs.getInfo(), highs.modelStatusToString(highs.getModelStatus())
+
+
+def _consistent(programme: pulp.LpProblem, information: Any) -> bool:
+    """Say whether the objective that HiGHS reports is that of its solution."""
+    if information.primal_solution_status != _FEASIBLE:
+        return True
+    value = float(cast("float", pulp.value(programme.objective) or 0.0))
+    return abs(value - information.objective_function_value) <= 1e-5 * max(1.0, abs(value))
 
 
 def run_cbc(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> Answer:
@@ -76,7 +115,11 @@ def run_cbc(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> An
         pulp.PulpSolverError: If CBC is not available either.
     """
     limit = None if math.isinf(time_limit_s) else max(time_limit_s, 0.01)
-    programme.solve(pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=limit, threads=1, warmStart=True))
+    with warnings.catch_warnings():
+        # PuLP 3 brings this CBC along and warns that PuLP 4 will not.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=limit, threads=1, warmStart=True)
+    programme.solve(solver)
     found = programme.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     proven = programme.sol_status == pulp.LpSolutionOptimal
     value = float(cast("float", pulp.value(programme.objective) or 0.0)) if found else 0.0

@@ -1,5 +1,8 @@
 """The integer programme against the exhaustive oracle."""
 
+import sys
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from remat.solvers import BudgetTooSmallError, Status, dp, ilp
@@ -49,3 +52,68 @@ def test_on_five_hundred_graphs_with_skips_and_operators_it_equals_the_oracle():
         oracle = operator_oracle(problem)
         solved += _agrees(_budgeted(rng, problem, oracle), oracle)
     assert solved > 100
+
+
+def _tight(seed, count=6):
+    rng = np.random.default_rng(seed)
+    problem = replace(random_graph(rng, count, every=True), fixed_bytes=1)
+    with pytest.raises(BudgetTooSmallError) as caught:
+        dp.solve(replace(problem, budget_bytes=0))
+    return replace(problem, budget_bytes=caught.value.least_peak_bytes + 12)
+
+
+def test_cbc_finds_the_same_cost():
+    for seed in range(6):
+        problem = _tight(seed)
+        by_cbc = ilp.solve(problem, backend="cbc")
+        assert by_cbc.added_ns == ilp.solve(problem).added_ns
+        assert by_cbc.status is Status.OPTIMAL
+
+
+def test_without_highs_cbc_is_used_and_the_note_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    problem = _tight(3)
+    solution = ilp.solve(problem)
+    assert "solved by CBC" in solution.note
+    assert solution.peak_bytes <= problem.budget_bytes
+
+
+def test_save_sets_never_cost_more_than_none():
+    for seed in range(10):
+        problem = _tight(seed)
+        assert ilp.solve(problem).added_ns <= ilp.solve(problem, save_sets=False).added_ns
+
+
+def test_a_gap_is_honoured_and_the_bound_is_valid():
+    for seed in range(10):
+        problem = _tight(seed)
+        best = ilp.solve(problem).added_ns
+        loose = ilp.solve(problem, gap=0.2)
+        assert loose.lower_bound_ns <= best <= loose.added_ns
+        assert loose.gap <= 0.2 + 1e-9
+
+
+def test_nothing_is_printed(capfd):
+    ilp.solve(_tight(3))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_that_tolerances_let_over_the_budget_is_never_returned(monkeypatch):
+    """Room made larger than it is stands for a tolerance: the programme is solved again, or dp's plan returned."""
+    original = ilp.ModelBuilder
+    notes = []
+    for seed in range(12):
+        problem = _tight(seed)
+        monkeypatch.setattr(
+            ilp, "ModelBuilder", lambda p, t, room, save_sets: original(p, t, room + 6, save_sets=save_sets)
+        )
+        solution = ilp.solve(problem)
+        assert solution.peak_bytes <= problem.budget_bytes
+        assert solution.added_ns <= dp.solve(problem).added_ns
+        notes.append(solution.note)
+    assert any("solved again" in note for note in notes)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="'highs' or 'cbc', got 'glpk'"):
+        ilp.solve(_tight(1), backend="glpk")
