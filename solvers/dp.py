@@ -11,7 +11,7 @@ import time
 from .errors import BudgetTooSmallError
 from .labels import LabelSearch
 from .problem import Problem, Segment
-from .retention_graph import RetentionGraph, retention_graph
+from .retention_graph import PINNED_NOTE, RetentionGraph, retention_graph
 from .simulate import simulate
 from .solution import Solution, Status, make_solution
 from .tables import tables_of
@@ -38,8 +38,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     graph = retention_graph(problem, tables, save_sets=save_sets)
     note = ""
     if graph.pinned:
-        count = graph.pinned.bit_count()
-        note = f"{count} tensors that travel far are counted as held from their producer on; cheaper plans may exist"
+        note = PINNED_NOTE.format(count=graph.pinned.bit_count())
     path = None
     if problem.floor_bytes <= problem.budget_bytes:
         room = problem.budget_bytes - problem.fixed_bytes

@@ -14,6 +14,7 @@ from .labels import LabelSearch
 from .nested_graph import NestedGraph
 from .nested_tables import INFINITE, TooManyStatesError
 from .problem import Problem, Segment
+from .retention_graph import PINNED_NOTE
 from .simulate import simulate
 from .solution import Solution, Status, make_solution
 from .tables import tables_of
@@ -88,7 +89,13 @@ def _solve_nested(
             if isinstance(flat, Solution) and flat.added_ns < added:
                 segments = flat.segments
             exact = nested.exact and path.finished and path.bound_ns == path.added_ns
-            note = "" if nested.exact else f"room inside segments is counted in units of {nested.tables.unit} bytes"
+            notes: list[str] = []
+            if nested.graph.pinned:
+                notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
+            if nested.tables.unit > 1:
+                notes.append(f"room inside segments is counted in units of {nested.tables.unit} bytes")
+            if not path.finished:
+                notes.append("stopped at the time limit")
             return make_solution(
                 problem,
                 segments,
@@ -96,7 +103,7 @@ def _solve_nested(
                 started_ns=started,
                 status=Status.OPTIMAL if exact else Status.FEASIBLE if path.finished else Status.TIME_LIMIT,
                 lower_bound_ns=path.bound_ns if nested.exact else 0,
-                note=note,
+                note="; ".join(notes),
             )
     assert isinstance(flat, BudgetTooSmallError)
     least = _least_peak_plan(problem, flat.solution, save_sets)

@@ -20,6 +20,7 @@ from .simulate import replay_ns, segment_peak
 from .tables import Tables
 
 MOST_NODES_AT_A_BOUNDARY = 96
+PINNED_NOTE = "{count} tensors that travel far are counted as held from their producer on; cheaper plans may exist"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,23 +35,24 @@ def _budgeted(rng, problem, oracle):
 def test_on_chains_it_equals_the_oracle():
     rng = np.random.default_rng(20)
     solved = 0
-    for _ in range(150):
+    for _ in range(80):
         problem = random_chain(rng, int(rng.integers(2, 7)))
         oracle = flat_oracle(problem, {})
         solved += _agrees(_budgeted(rng, problem, oracle), oracle)
-    assert solved > 100
+    assert solved > 50
 
 
 def test_on_five_hundred_graphs_with_skips_and_operators_it_equals_the_oracle():
     rng = np.random.default_rng(21)
-    solved = 0
-    for _ in range(500):
+    compared = solved = 0
+    while compared < 500:
         problem = random_graph(rng, int(rng.integers(2, 5)))
-        if sum(2 ** len(candidate.operators) for candidate in problem.candidates) > 400:
+        if sum(2 ** len(candidate.operators) for candidate in problem.candidates) > 200:
             continue
+        compared += 1
         oracle = operator_oracle(problem)
         solved += _agrees(_budgeted(rng, problem, oracle), oracle)
-    assert solved > 100
+    assert solved > 300
 
 
 def _tight(seed, count=6):
