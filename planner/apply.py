@@ -93,9 +93,10 @@ class Applied:
         if member:
             before, after = BeforeMember(self._planned, key), AfterMember(self._planned, key)
             self._hooks.append((module, before))
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append((module, after))
-            module.register_forward_hook(after)
+            last = module.register_forward_hook(after)
+            self._planned.members.append((module, first.id, last.id))
 
     @property
     def model(self) -> nn.Module:
@@ -119,7 +120,7 @@ class Applied:
         for module, hook in self._hooks:
             hook.planned = None
             take_off_hook(module, hook)
-        self._forwards, self._hooks = [], []
+        self._forwards, self._hooks, self._planned.members = [], [], []
         self._planned.applied = None
 
     def __enter__(self) -> Applied:

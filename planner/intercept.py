@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .internals import compiler_callback, uncompiled
+from .internals import compiler_callback, keep_outermost, uncompiled
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
@@ -31,6 +31,7 @@ class Planned:
         root: The model.
         training: The root's training flag with which the plan is in force.
         sessions: The state of each thread.
+        members: Members of runs, with the ids of their `BeforeMember` and `AfterMember`.
     """
 
     def __init__(self, root: nn.Module, training: bool, top: Level) -> None:
@@ -39,6 +40,7 @@ class Planned:
         self.sessions = Sessions(top)
         # What apply returned: found here, so that a copy of the model has its own.
         self.applied: Any = None
+        self.members: list[tuple[nn.Module, int, int]] = []
 
     def in_force(self, session: Session) -> bool:
         """Return whether a call made now is to be checkpointed."""
@@ -127,6 +129,9 @@ class PlannedForward(_Attached):
         if session.counts is not None or not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
         session.counts = {}
+        # Hooks that came after the plan (fully_shard puts one in front) belong inside a member's call.
+        for member in planned.members:
+            keep_outermost(*member)
         try:
             return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
         finally:

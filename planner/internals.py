@@ -58,6 +58,22 @@ def take_off_hook(module: nn.Module, hook: object) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def keep_outermost(module: nn.Module, before: int, after: int) -> None:
+    """Move a forward pre-hook before all others of a module, and a forward hook behind them, where others came later.
+
+    Args:
+        module: The module.
+        before: The pre-hook's id, as its handle has it.
+        after: The hook's id.
+    """
+    hooks = module._forward_pre_hooks
+    if next(iter(hooks), before) != before and before in hooks:
+        hooks.move_to_end(before, last=False)
+    hooks = module._forward_hooks
+    if next(reversed(hooks), after) != after and after in hooks:
+        hooks.move_to_end(after)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; 0 where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -42,16 +42,8 @@ class Tape:
     """
 
     __slots__ = (
-        "_capture",
-        "_captured",
-        "_detached",
-        "_first_node",
-        "_inputs",
-        "_known",
-        "_last_use",
-        "_size",
-        "_where",
-        "entries",
+        *("_capture", "_captured", "_detached", "_first_node", "_inputs", "_known"),
+        *("_last_use", "_made", "_size", "_where", "entries"),
     )
 
     def __init__(
@@ -63,6 +55,8 @@ class Tape:
         self._known = {id(t): (weakref.ref(t), number) for number, t in enumerate(inputs.tensors)}
         self._inputs = self._size = len(inputs.tensors)
         self._detached: set[int] = set()
+        # A full backward hook puts another tensor in an output's place, which may then die; its node lives on.
+        self._made: dict[tuple[int, int], int] = {}
         self._last_use: dict[int, int] = {}
         self._first_node = next_node_number()
         self.entries: list[Entry] = []
@@ -82,7 +76,10 @@ class Tape:
             number = self._find(tensor)
             if number is None:
                 number = self._remember(tensor)
-                if not self.entries[-1].gradients:
+                node = tensor.grad_fn
+                if node is not None:
+                    self._made[node_number(node), tensor.output_nr] = number
+                elif not self.entries[-1].gradients:
                     self._detached.add(number)
             outputs.append(number)
 
@@ -126,7 +123,7 @@ class Tape:
             number = self._capture_outside(tensor)
         elif number in self._detached and tensor.requires_grad:
             # A custom function computes without gradients and joins the graph afterwards; only the first was seen.
-            raise self._unrecorded(tensor.grad_fn)
+            number = self._behind_hook(tensor, tensor.grad_fn)
         self._last_use[number] = len(self.entries)
         return Slot(number)
 
@@ -154,11 +151,10 @@ class Tape:
         """Find the output that a full backward hook of its module stands in front of."""
         if node.name() == _HOOK_NODE:
             inner, output = node.next_functions[tensor.output_nr]
-            for reference, number in list(self._known.values()):
-                known = reference()
-                if known is not None and known.grad_fn is inner and known.output_nr == output:
-                    self._known[id(tensor)] = (weakref.ref(tensor), number)
-                    return number
+            number = self._made.get((node_number(inner), output))
+            if number is not None:
+                self._known[id(tensor)] = (weakref.ref(tensor), number)
+                return number
         raise self._unrecorded(node)
 
     def _unrecorded(self, node: Any) -> ApplyError:

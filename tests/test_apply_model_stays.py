@@ -140,6 +140,22 @@ def test_hooks_that_change_values_act_once_in_each_run_of_their_module():
     assert_exact(model, x, [segment(*BLOCKS[:5], children=(segment(*BLOCKS[:2]), segment(BLOCKS[2])))])
 
 
+def test_hooks_that_come_after_the_plan_act_as_if_they_had_come_before():
+    model, x = make(Stack)
+    plain, _ = make(Stack)
+
+    def add_hooks(stack):
+        for block in stack.blocks[:4]:
+            block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,), prepend=True)
+            block.register_forward_hook(lambda module, args, output: output * 0.5 + args[0])
+
+    with apply_segments(model, [segment(*BLOCKS[:3], children=(segment(*BLOCKS[:2]),)), segment(BLOCKS[3])]):
+        for stack in (model, plain):
+            add_hooks(stack)
+        assert_same(train_step(model, x), train_step(plain, x))
+    assert [len(block._forward_hooks) for block in model.blocks] == [1, 1, 1, 1, 0, 0]
+
+
 def test_full_backward_hooks_on_members_of_a_run_fire_once_and_change_nothing():
     model, x = make(Stack)
     fired = []
