@@ -133,15 +133,15 @@ class Comparison:
         return "\n".join(lines)
 
 
-_HEADER = ("solver", "budget", "peak", "added time", "bound", "segments", "planning", "status")
+_HEADER = ("solver", "budget", "peak", "added", "bound", "segments", "took", "status")
 
 
 def table_cells(row: Mapping[Any, Any]) -> tuple[str, ...]:
     """Return a row of `Comparison.frame` as cells for people, one for each of `table_header`."""
     seconds = f"{row['solve_seconds']:.1f} s"
     if row["status"] == "infeasible":
-        least = format_bytes(int(row["least_peak_bytes"]))
-        return (row["solver"], format_bytes(row["budget_bytes"]), "-", "-", "-", "-", seconds, f"least peak is {least}")
+        least = f"least {format_bytes(int(row['least_peak_bytes']))}"
+        return (row["solver"], format_bytes(row["budget_bytes"]), least, "-", "-", "-", seconds, "infeasible")
     peak = format_bytes(int(row["predicted_peak_bytes"]))
     added = f"{row['predicted_overhead']:.1%}"
     if pd.notna(row["measured_peak_bytes"]):
@@ -149,8 +149,8 @@ def table_cells(row: Mapping[Any, Any]) -> tuple[str, ...]:
     if pd.notna(row["measured_overhead"]):
         added += f" (measured {row['measured_overhead']:.1%})"
     bound = f"{row['lower_bound_overhead']:.1%}" if row["lower_bound_overhead"] > 0 or row["gap"] == 0 else "none"
-    segments = str(row["segments"])
-    return (row["solver"], format_bytes(row["budget_bytes"]), peak, added, bound, segments, seconds, row["status"])
+    segments, status = str(row["segments"]), str(row["status"]).replace("_", " ")
+    return (row["solver"], format_bytes(row["budget_bytes"]), peak, added, bound, segments, seconds, status)
 
 
 def table_header() -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def memory_over_time(
     """
     steps = [("without checkpoints", unplanned)] + ([("with the plan", planned)] if planned is not None else [])
     figure = Figure(figsize=(9.5, 0.9 + 3.3 * len(steps)), layout="constrained")
-    axes: Sequence[Axes] = figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    axes: list[Axes] = list(figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
     top = max(timeline.peak_bytes for _, timeline in steps)
     unit, name = byte_unit(top)
     used = [layer for layer in _LAYERS if any(_layer(timeline, layer[1]).any() for _, timeline in steps)]

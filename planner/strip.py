@@ -29,8 +29,9 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     strip, saved, times = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.2, 2.2))
     _draw_strip(strip, table)
-    unit, name = byte_unit(int(table["saved_bytes"].max()))
-    _bars(saved, table, table["saved_bytes"].to_numpy(dtype=float) / unit)
+    saved_bytes = table["saved_bytes"].to_numpy(dtype=np.int64)
+    unit, name = byte_unit(int(saved_bytes.max()))
+    _bars(saved, table, saved_bytes / unit)
     saved.set_ylabel(f"saved for\nbackward [{name}]")
     milliseconds = table["forward_ns"].to_numpy(dtype=float) / 1e6
     _bars(times, table, milliseconds)

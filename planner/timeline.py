@@ -88,6 +88,23 @@ def _with_optimizer_step(live: Mapping[str, np.ndarray], peak_bytes: int) -> dic
     return {kind: np.concatenate([values, np.full(width, after[kind])]) for kind, values in live.items()}
 
 
+def memory_parts(profile: Profile) -> list[tuple[str, int, float]]:
+    """Return the parts of the unplanned step's memory: name, bytes, and share of the peak.
+
+    Shares need not add up to one: not all parts are alive at the peak, and temporaries are not listed.
+    """
+    parts, peak = profile.parts, max(1, profile.peak_bytes())
+    saved = sum(storage.nbytes for storage in profile.storages if storage.kind == "activation" and storage.saved_by)
+    amounts = (
+        ("parameters", parts.parameters),
+        ("gradients", parts.gradients),
+        ("optimizer state", parts.optimizer),
+        ("buffers and batch", parts.buffers + parts.batch),
+        ("activations saved for backward", saved),
+    )
+    return [(name, nbytes, nbytes / peak) for name, nbytes in amounts]
+
+
 def memory_by_module(profile: Profile, rows: int = 20) -> pd.DataFrame:
     """Return bytes by module: parameters, gradients and what its operators save for backward, in execution order.
 
