@@ -77,7 +77,7 @@ def _least_peak_plan(problem: Problem, graph: RetentionGraph) -> tuple[Segment, 
     path = LabelSearch(graph, tables, _no_limit(graph)).smallest()
     assert path is not None
     best = segments_of(graph, path)
-    low = -1
+    low = min(graph.needed_bytes) - 1
     high = simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes
     while low < high - 1:
         room = (low + high) // 2

@@ -117,7 +117,7 @@ def _least_peak_plan(problem: Problem, flat: Solution, save_sets: bool) -> tuple
     """Return the plan of the least peak, by bisection below what flat plans reach; it does not depend on the budget."""
     tables = tables_of(problem)
     high = flat.peak_bytes - problem.fixed_bytes
-    low = -1
+    low = -1  # Less would need negative extras beyond all tensors; bisection then stops at 0.
     best = flat.segments
     nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
     while low < high - 1:

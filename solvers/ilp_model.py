@@ -294,32 +294,34 @@ class ModelBuilder:
 
     def _add_backward_moments(self) -> None:
         tables = self.tables
-        limit = self.room - self._bytes(tables.outliving_bytes)
+        # A row whose position starts no item must hold all the same: the last moment bounds it, less its extras.
+        spare = self._bytes(-tables.least_extra())
+        limit = self.room - self._bytes(tables.outliving_bytes) + spare
         rows: list[_Expression] = [defaultdict(float) for _ in range(self.count)]
         for stage in range(self.count):
             rows[stage][self.held[stage]] = 1.0
-            rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage]))
+            rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage])) + spare
         for item in self.candidates:
             place = (item.start, item.stop)
-            rows[item.start][self.model.plain[place]] = self._bytes(leaf_peaks(tables)[place])
+            rows[item.start][self.model.plain[place]] = self._bytes(leaf_peaks(tables)[place]) + spare
             if place in self.model.selective:
-                self._bound_selective(item, limit)
+                self._bound_selective(item, limit, spare)
         for row in rows:
             self._at_most(row, limit)
 
-    def _bound_selective(self, item: Candidate, limit: float) -> None:
+    def _bound_selective(self, item: Candidate, limit: float, spare: float) -> None:
         """Bound the moments of a segment with a save set that no other of its moments outweighs."""
         tables = self.tables
         chosen = self.model.selective[item.start, item.stop]
-        plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop])
+        plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop]) + spare
         names = frozenset(tables.outputs(item.operators))
         for moment in replay_moments(tables, item, names):
             row: _Expression = defaultdict(float)
             row[self.held[item.start]] = 1.0
-            row[chosen] = self._bytes(moment.nbytes)
+            row[chosen] = self._bytes(moment.nbytes) + spare
             row[self.model.plain[item.start, item.stop]] = plain_bytes
             if item.stop == item.start + 1:
-                row[self.model.kept[item.start]] = self._bytes(int(tables.backward_extra[item.start]))
+                row[self.model.kept[item.start]] = self._bytes(int(tables.backward_extra[item.start])) + spare
             if moment.ahead < item.stop:
                 row[self.kept_before[item.stop]] += 1.0
                 row[self.kept_before[moment.ahead]] -= 1.0

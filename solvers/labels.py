@@ -76,8 +76,10 @@ class LabelSearch:
         self.target = np.array(graph.target, dtype=np.int64)
         self.added = np.array(graph.added_bytes, dtype=np.int64)
         self.cost = np.array(graph.added_ns, dtype=np.int64)
-        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), max(room_bytes, 0) + 5)
-        self.step = max(1, -(-(max(room_bytes, 0) + 1) // (self.grid - 4)))
+        # More may be resident than there is room for, where an item needs less than nothing (negative extras).
+        most = max(room_bytes, int(self.limit.max(initial=0)), 0)
+        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), most + 5)
+        self.step = max(1, -(-(most + 1) // (self.grid - 4)))
         self.outgoing = _grouped(usable, self.source, self.node_count)
         self.incoming = _grouped(usable, self.target, self.node_count)
         self.offsets = self._offsets()
@@ -162,7 +164,9 @@ class LabelSearch:
         ahead[-1][:] = 0
         before, after = self.offsets[self.source], self.offsets[self.target]
         shifts = (self.added + after - before) // self.step
-        lengths = np.minimum((self.limit + before) // self.step + 1, self.grid - shifts)
+        lengths = np.minimum((self.limit + before) // self.step + 1, self.grid)
+        shifts[self.target == self.node_count - 1] = 0  # Whatever is resident at the end, no time is to come.
+        lengths = np.minimum(lengths, self.grid - shifts)
         for node in range(self.node_count - 2, -1, -1):
             row = ahead[node]
             for edge in self.outgoing[node]:

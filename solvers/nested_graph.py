@@ -51,7 +51,7 @@ class NestedGraph:
         most = min(room_bytes, max(leaves.values(), default=1))
         unit = _round_unit(-(-max(most, 1) // units))
         self.tables = _nested_tables(problem, tables, unit, -(-max(most, 1) // unit), save_sets, deadline)
-        self.exact = unit == 1 and not flat.pinned
+        self.exact = unit == 1 and not flat.pinned and tables.least_extra() >= 0
         self.graph = replace(
             flat,
             source=list(flat.source),
@@ -77,7 +77,7 @@ class NestedGraph:
     def _trades(self, place: Place, leaf_bytes: int) -> list[tuple[int, int]]:
         """Return (units of room, time) pairs of nested insides that need less room than the bare segment."""
         unit = self.tables.unit
-        row = self.tables.costs[place][: -(-leaf_bytes // unit)]
+        row = self.tables.costs[place][: max(0, -(-leaf_bytes // unit))]
         better = np.flatnonzero((row[1:] < row[:-1]) & (row[1:] <= self.most_ns)) + 1
         if len(row) and row[0] <= self.most_ns:
             better = np.concatenate([np.zeros(1, dtype=np.int64), better])

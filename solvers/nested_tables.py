@@ -129,7 +129,7 @@ class NestedTables:
         return Segment(start=start, stop=stop, children=tuple(children))
 
     def _leaf_units(self, start: int, stop: int) -> int:
-        return self._units(leaf_peaks(self.tables)[start, stop])
+        return max(0, self._units(leaf_peaks(self.tables)[start, stop]))
 
     def _root(self, start: int) -> _State:
         return self._state(start, 0, 0, 0)

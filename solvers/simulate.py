@@ -120,7 +120,7 @@ def segment_peak(tables: Tables, segment: Segment) -> Peak:
     if known is not None:
         return known
     level = _inner_level(tables, segment)
-    peak = Peak(-1, "backward", segment.start)
+    peak = Peak(-_NEVER, "backward", segment.start)
     replay = _replay(tables, segment, level)
     if len(replay):
         offset = int(replay.argmax())
@@ -203,7 +203,7 @@ def _base(tables: Tables, level: _Level, start: int, child: Segment) -> int:
 
 
 def _backward_peak(tables: Tables, level: _Level, start: int, stop: int, children: tuple[Segment, ...]) -> Peak:
-    backward = np.where(level.kept, level.held + tables.backward_extra[start:stop], -1)
+    backward = np.where(level.kept, level.held + tables.backward_extra[start:stop], -_NEVER)
     offset = int(backward.argmax())
     peak = Peak(int(backward[offset]), "backward", start + offset)
     for child in children:

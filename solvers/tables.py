@@ -95,6 +95,10 @@ class Tables:
         ranks = {rank for operator in keep for rank in self.operator_outputs[operator]}
         return tuple(rank for rank in ranks if self.weight[rank])
 
+    def least_extra(self) -> int:
+        """Return the least that any backward or replay moment adds to the tensors: negative where some do."""
+        return min(0, int(self.backward_extra.min()), int(self.forward_extra.min() + self.entry_extra.min()))
+
     def total(self, ranks: tuple[int, ...]) -> int:
         """Return the bytes of tensors, none named twice."""
         return int(sum(self.weight[rank] for rank in ranks))

@@ -51,6 +51,21 @@ def random_graph(rng: np.random.Generator, count: int, *, operators: bool = True
     return _problem(rng, stages, tensors, tuple(made), every=every)
 
 
+def with_negative_extras(rng: np.random.Generator, problem: Problem) -> Problem:
+    """Let some extras correct what the tensors overstate."""
+    extras = rng.integers(-25, 15, (len(problem.stages), 3))
+    stages = tuple(
+        replace(
+            stage,
+            forward_extra_bytes=int(row[0]),
+            backward_extra_bytes=int(row[1]),
+            entry_extra_bytes=int(row[2]),
+        )
+        for stage, row in zip(problem.stages, extras, strict=True)
+    )
+    return replace(problem, stages=stages)
+
+
 def random_plan(rng: np.random.Generator, problem: Problem) -> tuple[Segment, ...]:
     """Choose a valid tree of segments."""
     return _plan(rng, problem, 0, len(problem.stages), None)

@@ -7,7 +7,7 @@ from remat.solvers.leaf_peaks import leaf_peaks
 from remat.solvers.simulate import segment_peak
 from remat.solvers.tables import tables_of
 
-from .instances import random_chain, random_graph, random_plan
+from .instances import random_chain, random_graph, random_plan, with_negative_extras
 from .naive_simulator import naive_price
 
 
@@ -17,6 +17,8 @@ def test_every_plan_costs_what_the_naive_simulator_says(make):
     depths = set()
     for _ in range(1500):
         problem = make(rng, int(rng.integers(1, 8)))
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
         segments = random_plan(rng, problem)
         depths.add(max([0, *(1 + bool(s.children) + any(c.children for c in s.children) for s in segments)]))
         price = simulate(problem, segments)

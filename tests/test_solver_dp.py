@@ -8,7 +8,7 @@ from remat.solvers import BudgetTooSmallError, Status, retention_graph
 from remat.solvers.dp import solve
 from remat.solvers.save_options import save_options
 
-from .instances import random_chain, random_graph, with_budget
+from .instances import random_chain, random_graph, with_budget, with_negative_extras
 from .oracle import flat_oracle
 
 
@@ -33,6 +33,8 @@ def test_on_six_hundred_chains_it_equals_the_oracle():
     solved = 0
     for _ in range(600):
         problem = random_chain(rng, int(rng.integers(1, 7)))
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
         oracle = flat_oracle(problem, {})
         peaks = [peak for peak, _ in oracle.priced]
         solved += _agrees(with_budget(rng, problem, min(peaks), max(peaks)), oracle)
@@ -44,6 +46,8 @@ def test_on_five_hundred_graphs_with_skips_and_save_sets_it_equals_the_oracle():
     solved = 0
     for _ in range(500):
         problem = random_graph(rng, int(rng.integers(2, 6)))
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
         oracle = flat_oracle(problem, save_options(problem))
         peaks = [peak for peak, _ in oracle.priced]
         solved += _agrees(with_budget(rng, problem, min(peaks), max(peaks)), oracle)

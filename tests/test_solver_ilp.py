@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from remat.solvers import BudgetTooSmallError, Status, dp, ilp
 
-from .instances import random_chain, random_graph, with_budget
+from .instances import random_chain, random_graph, with_budget, with_negative_extras
 from .oracle import flat_oracle, operator_oracle
 
 
@@ -37,6 +37,8 @@ def test_on_chains_it_equals_the_oracle():
     solved = 0
     for _ in range(80):
         problem = random_chain(rng, int(rng.integers(2, 7)))
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
         oracle = flat_oracle(problem, {})
         solved += _agrees(_budgeted(rng, problem, oracle), oracle)
     assert solved > 50
@@ -47,6 +49,8 @@ def test_on_five_hundred_graphs_with_skips_and_operators_it_equals_the_oracle():
     compared = solved = 0
     while compared < 500:
         problem = random_graph(rng, int(rng.integers(2, 5)))
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
         if sum(2 ** len(candidate.operators) for candidate in problem.candidates) > 200:
             continue
         compared += 1

@@ -7,7 +7,7 @@ import pytest
 from remat.solvers import BudgetTooSmallError, Status, dp, dp_nested
 from remat.solvers.save_options import save_options
 
-from .instances import random_chain, random_graph, with_budget
+from .instances import random_chain, random_graph, with_budget, with_negative_extras
 from .oracle import nested_oracle
 
 
@@ -57,3 +57,22 @@ def test_it_is_never_worse_than_one_level_however_coarse_its_units(monkeypatch):
         least = caught.value.least_peak_bytes
         assert dp_nested.solve(replace(problem, budget_bytes=least)).peak_bytes <= least
     assert better > 0
+
+
+def test_with_negative_extras_it_is_safe_and_never_worse_than_one_level():
+    rng = np.random.default_rng(33)
+    solved = 0
+    for _ in range(100):
+        problem = with_negative_extras(rng, random_graph(rng, 5, every=True))
+        oracle = nested_oracle(problem, {}, 1)
+        peaks = [peak for peak, _ in oracle.priced]
+        problem = with_budget(rng, problem, min(peaks), max(peaks))
+        try:
+            flat = dp.solve(problem)
+        except BudgetTooSmallError:
+            continue
+        nested = dp_nested.solve(problem)
+        assert nested.peak_bytes <= problem.budget_bytes
+        assert nested.added_ns <= flat.added_ns
+        solved += 1
+    assert solved > 50
