@@ -115,7 +115,7 @@ def _solve_programme(
         remaining = max(0.0, deadline - time.perf_counter())
         answer = _run_backend(model, backend, gap, remaining, notes)
         run.timed_out = answer.timed_out
-        if attempt == 0:
+        if attempt == 0 and math.isfinite(answer.bound):  # Infinite while the backend has proven nothing yet.
             # Only the untightened programme bounds the problem; tolerances never cut off a plan that fits.
             run.bound_ns = max(0, math.ceil(answer.bound * model.unit_ns * (1 - 1e-9) - 1e-3))
         if not answer.found:
