@@ -32,7 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_out = Console(highlight=False, soft_wrap=True)
+# Rich takes 80 columns where there is no terminal; a file has room for whole tables.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+_out = Console(highlight=False, soft_wrap=True, width=_WIDTH)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -51,7 +53,10 @@ def main() -> None:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(format_message() or "stopped")
+        words = format_message()
+        if not words:  # Without a command, the help was printed.
+            sys.exit(2)
+        _fail(words)
     sys.exit(code or 0)
 
 

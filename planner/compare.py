@@ -140,7 +140,7 @@ def table_cells(row: Mapping[Any, Any]) -> tuple[str, ...]:
     """Return a row of `Comparison.frame` as cells for people, one for each of `table_header`."""
     seconds = f"{row['solve_seconds']:.1f} s"
     if row["status"] == "infeasible":
-        least = f"least {format_bytes(int(row['least_peak_bytes']))}"
+        least = f"≥ {format_bytes(int(row['least_peak_bytes']))}"
         return (row["solver"], format_bytes(row["budget_bytes"]), least, "-", "-", "-", seconds, "infeasible")
     peak = format_bytes(int(row["predicted_peak_bytes"]))
     added = f"{row['predicted_overhead']:.1%}"

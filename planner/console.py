@@ -55,7 +55,7 @@ def table_of(title: str, columns: tuple[str, ...], *, numeric: tuple[str, ...] =
     return table
 
 
-def print_profile(console: Console, profile: Profile, *, rows: int = 12) -> None:
+def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None:
     """Print where the memory of a step is and how the figures were obtained."""
     peak = profile.peak_bytes()
     console.print(
