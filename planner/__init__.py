@@ -5,6 +5,7 @@ from .budget import BudgetError
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
 from .plan import Plan
 from .planning import Planner, plan
+from .verify import Verification, verify
 
 __all__ = [
     "Applied",
@@ -17,6 +18,8 @@ __all__ = [
     "PlanMismatchError",
     "Planner",
     "ReplayStateError",
+    "Verification",
     "apply",
     "plan",
+    "verify",
 ]

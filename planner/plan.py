@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -78,6 +79,12 @@ class PlannedSegment:
     early_stop: bool = True
     restored_buffers: tuple[str, ...] = ()
     crosses_operators: bool = False
+
+    def walk(self) -> Iterator[PlannedSegment]:
+        """Yield this segment, then everything nested in it, outermost first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
     def __str__(self) -> str:
         first, last = self.members[0], self.members[-1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,11 +15,12 @@ from ..profiler import Profile, Session, open_session, profile
 from ..profiler.recorder import Recording
 from ..profiler.step import Loss
 from ..solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
-from .apply import apply_segments
+from .apply import apply_segments, unplanned
 from .budget import BudgetError, check_share, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .explain import explain_peak
 from .fingerprint import Fingerprint
+from .host import host_costs
 from .plan import BatchTensor, Call, Plan, PlannedSegment, SavedOperator
 from .problem import Bridge
 
@@ -138,17 +140,18 @@ class Planner:
     ) -> Planner:
         """Profile a step; the arguments are those of `plan`."""
         session = open_session(model, batch, loss, accumulation=accumulation)
-        recorded = profile(
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            accumulation=accumulation,
-            repeats=repeats,
-            session=session,
-            progress=progress,
-        )
-        bridge = Bridge(recorded, cross_operators=cross_operators, save_sets=save_sets)
+        with unplanned(model):
+            recorded = profile(
+                model,
+                batch,
+                loss=loss,
+                optimizer=optimizer,
+                accumulation=accumulation,
+                repeats=repeats,
+                session=session,
+                progress=progress,
+            )
+        bridge = Bridge(recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets)
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
         return Planner(recorded, bridge, session, name)
 
@@ -206,16 +209,34 @@ class Planner:
         if best is not None:
             return self._plan_of(best, asked, headroom)
         assert least is not None
+        unplanned_peak = self.profile.peak_bytes()
+        if least.peak_bytes > unplanned_peak:
+            least = self.trial(SOLVERS["none"](self.bridge.problem(unplanned_peak)))
+            if least.peak_bytes <= limit:
+                return self._plan_of(least, asked, headroom)
         raise self._infeasible(least, asked, limit, headroom)
 
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
         segments = tuple(self.planned_segment(segment) for segment in solution.segments)
-        with apply_segments(self.session.step.model, segments, training=self.session.step.model.training):
-            recording = self.session.record(self.profile.bytes_from)
+        model = self.session.step.model
+        with unplanned(model), apply_segments(model, segments, training=model.training):
+            recording = self.session.record(self.profile.bytes_from, planned=True)
         parts = self.profile.parts
-        peak = max(recording.peak_bytes() + parts.optimizer, parts.optimizer_step_peak)
+        unseen = self.profile.unseen_bytes + self._random_state_bytes(segments)
+        alive = recording.peak_bytes() + parts.optimizer + unseen
+        peak = max(alive, parts.optimizer_step_peak)
         return Trial(solution, segments, recording, peak)
+
+    def _random_state_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
+        """Return what torch's checkpoint keeps of the random state: once per region, once more in a replay.
+
+        A dry run does not see it, for it is no operator's output. It lies in the CPU's memory whatever the device.
+        """
+        if self.session.device.type != "cpu":
+            return 0
+        regions = sum(1 for segment in segments for _ in segment.walk())
+        return (regions + 1) * torch.get_rng_state().nbytes if regions else 0
 
     def planned_segment(self, segment: Segment) -> PlannedSegment:
         """Name a chosen segment by its module calls."""
@@ -254,7 +275,13 @@ class Planner:
             gap=solution.gap,
             solver=solution.solver,
             status=str(solution.status.value),
-            step={"accumulation": recorded.accumulation, "optimizer": self.optimizer, "headroom": headroom},
+            step={
+                "accumulation": recorded.accumulation,
+                "optimizer": self.optimizer,
+                "optimizer_bytes": recorded.parts.optimizer,
+                "optimizer_step_peak_bytes": recorded.parts.optimizer_step_peak,
+                "headroom": headroom,
+            },
             bytes_from="measured",
             times_from=source,
             fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),

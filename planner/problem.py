@@ -11,6 +11,7 @@ import numpy as np
 
 from ..profiler.records import Profile
 from ..solvers.problem import Candidate, Operator, Problem, Stage, Tensor
+from .host import HostCosts
 
 NEGLIGIBLE = 1e-5
 """Tensors below this share of the unplanned peak are left to the extras of their stage."""
@@ -20,14 +21,6 @@ SAVABLE = 5e-4
 """An operator that takes less than this share of the forward is not worth naming in a save set."""
 WINDOW = 6
 """See `Bridge._narrowness`."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostCosts:
-    """Hold what the host pays for a segment, in nanoseconds: per region and replay, and per operator if selective."""
-
-    region_ns: int = 200_000
-    selective_operator_ns: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +36,17 @@ class Bridge:
 
     Args:
         profile: The recorded step.
+        host: Host costs of the device.
         cross_operators: Offer segments across a container's own operators (not possible under torch.compile).
         save_sets: Offer operators whose outputs a segment may keep.
-        host: Host costs of the device.
     """
 
     def __init__(
-        self, profile: Profile, *, cross_operators: bool = True, save_sets: bool = True, host: HostCosts | None = None
+        self, profile: Profile, host: HostCosts, *, cross_operators: bool = True, save_sets: bool = True
     ) -> None:
         self.profile = profile
         self.cross_operators = cross_operators
-        self.host = host or HostCosts()
+        self.host = host
         self.bounds = [span.start for span in profile.stages] + [profile.loss_stop]
         self._stage_of = np.repeat(np.arange(len(profile.stages)), np.diff(self.bounds))
         self._times = np.concatenate([[0], np.cumsum([o.forward_ns for o in profile.operators[: profile.loss_stop]])])
@@ -145,6 +138,8 @@ class Bridge:
         """Note what forbids an interval: calls that cannot be replayed, in-place writes across its edges."""
         profile = self.profile
         stop = profile.loss_stop
+        self._blocks = _blocks(profile)
+        self._several_calls = any(call.index > 0 for call in profile.calls)
         self._unreplayable = [(c.start, c.stop) for c in profile.calls if c.findings and c.stop > c.start]
         self._hooked = [(c.start, c.stop) for c in profile.calls if c.hooked and c.stop > c.start]
         self._forbidden = [
@@ -263,7 +258,8 @@ class Bridge:
                 resident[max(begin, 0)] += storage.nbytes
                 if end is not None:
                     resident[end + 1] -= storage.nbytes
-        before = np.cumsum(resident)[:-1] + profile.parts.optimizer - profile.fixed_bytes()
+        always = profile.parts.optimizer + profile.unseen_bytes - profile.fixed_bytes()
+        before = np.cumsum(resident)[:-1] + always
         worst = np.full(n, -1, dtype=np.int64)
         first: dict[int, int] = {}
         for k in range(profile.loss_stop, len(profile.operators)):
@@ -296,7 +292,8 @@ class Bridge:
             first = self.bounds[start]
             for stop in range(start + 1, n + 1):
                 end = self.bounds[stop]
-                if stop - start > min(narrow_start[start], narrow_stop[stop]):
+                is_block = (first, end) in self._blocks
+                if stop - start > min(narrow_start[start], narrow_stop[stop]) and not is_block:
                     continue
                 if self._shortest_from[first] > end or self._shortest_to[end] < first:
                     continue
@@ -306,9 +303,11 @@ class Bridge:
                     for holder, nbytes in freed_by_pair.get(stage, ())
                     if holder < stop
                 )
-                if frees < WORTHWHILE * saved or not self._allowed(first, end):
+                if (frees < WORTHWHILE * saved and not is_block) or not self._allowed(first, end):
                     continue
                 if not self.cross_operators and self.crosses(start, stop):
+                    continue
+                if self._members_overlap(start, stop):
                     continue
                 candidates.append(self._candidate(start, stop, operators_of))
         return tuple(candidates)
@@ -350,8 +349,9 @@ class Bridge:
         return Candidate(
             start=start,
             stop=stop,
+            block=(first, end) in self._blocks,
             replay_ns=int(self._times[replay_stop] - self._times[first]) + self.host.region_ns,
-            selective_ns=2 * self.host.selective_operator_ns * (end - first),
+            selective_ns=self.host.selective_operator_ns * (end - first),
             operators=tuple(
                 index
                 for stage in range(start, stop)
@@ -359,6 +359,13 @@ class Bridge:
                 if self.savable[index] < replay_stop
             ),
         )
+
+    def _members_overlap(self, start: int, stop: int) -> bool:
+        """Say whether one member is part of another: a looped module, and a piece of a later call of it."""
+        if not self._several_calls:
+            return False
+        paths = {self.profile.calls[member].module for member in self.members(start, stop)}
+        return any(path != other and path.startswith(f"{other}.") for path in paths for other in paths)
 
     def _allowed(self, first: int, end: int) -> bool:
         """Say whether replaying the operators [first, end) computes the same again and disturbs nothing."""
@@ -382,3 +389,16 @@ class Bridge:
 
 def _any_inside(spans: Iterable[tuple[int, int]], first: int, end: int) -> bool:
     return any(first <= a and b <= end for a, b in spans)
+
+
+def _blocks(profile: Profile) -> set[tuple[int, int]]:
+    """Return the operators of what a user would wrap by hand: the outermost calls of modules kept in a list."""
+    inside: set[int] = set()
+    blocks: set[tuple[int, int]] = set()
+    for index, call in enumerate(profile.calls):
+        if call.parent in inside:
+            inside.add(index)
+        elif call.module.rpartition(".")[2].isdigit():
+            inside.add(index)
+            blocks.add((call.start, call.stop))
+    return blocks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 _MARK = "remat.measured"
+Window = Callable[[Callable[[], Any]], Any]
 
 
 def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -19,35 +21,43 @@ def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     On a CPU this is the running sum of the allocator's own events (torch.profiler, profile_memory), exact to the byte.
     On CUDA it is `max_memory_allocated` less `memory_allocated` at entry.
     """
-    return allocated_peaks_bytes([lambda: run], device)[0]
+    return allocations_inside(lambda window: window(run), device)[0][0]
 
 
-def allocated_peaks_bytes(preparations: Sequence[Callable[[], Callable[[], Any]]], device: torch.device) -> list[int]:
-    """Measure several runs in one go; each preparation returns what is to be measured. See `allocated_peak_bytes`."""
+def allocations_inside(body: Callable[[Window], Any], device: torch.device | None = None) -> list[tuple[int, int]]:
+    """Measure calls: for each, the most bytes it had allocated at any moment, and what it still had at its end.
+
+    Args:
+        body: Receives a function; what is called through that function is measured, in order.
+        device: Where memory is counted; default the CPU.
+    """
     gc.collect()
-    if device.type == "cuda":
-        return [_cuda_peak(prepare(), device) for prepare in preparations]
+    if device is not None and device.type == "cuda":
+        measured: list[tuple[int, int]] = []
+        body(lambda call: _on_cuda(call, device, measured))
+        return measured
+
+    def window(call: Callable[[], Any]) -> Any:
+        with record_function(_MARK):
+            return call()
+
     with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for prepare in preparations:
-            run = prepare()
-            with record_function(_MARK):
-                result = run()
-            del result, run
-    return _peaks_inside_marks(profiler)
+        result = body(window)
+    del result
+    return _inside_marks(profiler)
 
 
-def _cuda_peak(run: Callable[[], Any], device: torch.device) -> int:
+def _on_cuda(call: Callable[[], Any], device: torch.device, measured: list[tuple[int, int]]) -> Any:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    result = run()
+    result = call()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del result
-    return peak
+    measured.append((torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before))
+    return result
 
 
-def _peaks_inside_marks(profiler: Any) -> list[int]:
+def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
     allocations: list[tuple[int, int]] = []
     marks: list[tuple[int, int]] = []
     for event in profiler.profiler.kineto_results.events():
@@ -56,12 +66,12 @@ def _peaks_inside_marks(profiler: Any) -> list[int]:
         elif event.name() == _MARK:
             marks.append((event.start_ns(), event.start_ns() + event.duration_ns()))
     allocations.sort(key=lambda event: event[0])
-    peaks: list[int] = []
+    times = [time for time, _ in allocations]
+    measured: list[tuple[int, int]] = []
     for start, stop in sorted(marks):
         live = peak = 0
-        for time, nbytes in allocations:
-            if start <= time <= stop:
-                live += nbytes
-                peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
+        for _, nbytes in allocations[bisect_left(times, start) : bisect_right(times, stop)]:
+            live += nbytes
+            peak = max(peak, live)
+        measured.append((peak, live))
+    return measured

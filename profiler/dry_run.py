@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .preserve import preserved
 from .recorder import SMALL_NUMEL, Recorder, Recording
 from .scratch import ScratchMeter
-from .step import Step
+from .step import BatchError, Step
 
 
 class DryRunError(RuntimeError):
@@ -45,13 +46,24 @@ def faked(step: Step) -> Iterator[tuple[Step, FakeTensorMode]]:
                         if tensor is not None:
                             replaced.append((registry, name, tensor))
                             registry[name] = fake(tensor)
+                for value in vars(module).values():
+                    # Recurrent layers keep a list of their weights beside the registry; `preserved` puts it back.
+                    if isinstance(value, list):
+                        value[:] = [fakes.get(id(item), item) for item in value]
             yield step.map_tensors(fake), mode
         finally:
             for registry, name, tensor in replaced:
                 registry[name] = tensor
 
 
-def dry_run(step: Step, *, accumulation: bool = False, round_to: int = 1, scratch: ScratchMeter | None = None) -> Recording:
+def dry_run(
+    step: Step,
+    *,
+    accumulation: bool = False,
+    round_to: int = 1,
+    scratch: ScratchMeter | None = None,
+    planned: bool = False,
+) -> Recording:
     """Record one step (forward, loss, backward) on fake tensors.
 
     Whatever is applied to the model is executed as it is, so an applied plan is priced exactly. The model is left as
@@ -62,18 +74,22 @@ def dry_run(step: Step, *, accumulation: bool = False, round_to: int = 1, scratc
         accumulation: Let gradients exist from the beginning, as when accumulating over several batches.
         round_to: Allocation granularity in bytes.
         scratch: Measures what operators allocate inside themselves.
+        planned: Whether a plan is applied to the model.
 
     Raises:
         DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
     """
-    with faked(step) as (fake_step, mode), _no_collection():
+    with faked(step) as (fake_step, mode), _no_collection(), _quiet():
         try:
             with mode:
-                return record_step(fake_step, accumulation=accumulation, round_to=round_to, scratch=scratch)
-        except Exception as error:
-            if "fake" in type(error).__name__.lower() or "DataDependent" in type(error).__name__:
-                raise DryRunError(f"{type(step.model).__name__} cannot run on fake tensors: {error}") from error
+                return record_step(
+                    fake_step, accumulation=accumulation, round_to=round_to, scratch=scratch, planned=planned
+                )
+        except (BatchError, DryRunError):
             raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DryRunError(f"{type(step.model).__name__} cannot run on fake tensors: {reason}") from error
 
 
 def record_step(
@@ -83,6 +99,7 @@ def record_step(
     round_to: int = 1,
     scratch: ScratchMeter | None = None,
     forward_only: bool = False,
+    planned: bool = False,
 ) -> Recording:
     """Record one step on whatever tensors the model and the batch are made of.
 
@@ -93,6 +110,7 @@ def record_step(
         scratch: Measures what operators allocate inside themselves.
         forward_only: Run forward and loss alone and let autograd save nothing; storages then die when Python and the
             operators let go of them.
+        planned: Leave saving to the segments applied to the model; who saves what is then not noted.
     """
     model = step.model
     recorder = Recorder(round_to=round_to, scratch=scratch)
@@ -106,9 +124,8 @@ def record_step(
         recorder.know(buffer, "buffer", name)
     for tensor in step.tensors():
         recorder.know(tensor, "batch")
-    is_planned = any("forward" in vars(module) for module in model.modules())
     with recorder, recorder.watch(model):
-        saving = nullcontext() if is_planned else recorder.saving(drop=forward_only)
+        saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
             output = step.forward()
             recording.forward_stop = len(recording.operators)
@@ -139,6 +156,17 @@ def _link_backward(recording: Recording) -> None:
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging an operator's failure on fake tensors: it is reported as a `DryRunError`."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+@contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep Python's cycle collector out, so that storages die when their last reference goes and not at random."""
     gc.collect()
@@ -149,4 +177,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-

@@ -64,9 +64,7 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
     return state_bytes, max(0, recorder.recording.peak_bytes() - fixed)
 
 
-def _on_fakes(
-    real: dict[str, nn.Parameter], optimizer: Optimizer | str, fakes: dict[str, nn.Parameter]
-) -> Optimizer:
+def _on_fakes(real: dict[str, nn.Parameter], optimizer: Optimizer | str, fakes: dict[str, nn.Parameter]) -> Optimizer:
     if isinstance(optimizer, str):
         kind = NAMES.get(optimizer.lower())
         if kind is None:

@@ -43,7 +43,7 @@ def preserved(model: nn.Module, *, written_parameters: Iterable[str] = ()) -> It
             elif isinstance(value, torch.Tensor) and value.grad_fn is None:
                 tensors.append(value)
     unique = {id(tensor): tensor for tensor in tensors if not _is_fake(tensor)}
-    copies = [(tensor, tensor.detach().clone(), tensor._version) for tensor in unique.values()]
+    copies = [(tensor, tensor.detach().clone()) for tensor in unique.values()]
     try:
         for parameter in parameters.values():
             parameter.grad = None
@@ -52,8 +52,9 @@ def preserved(model: nn.Module, *, written_parameters: Iterable[str] = ()) -> It
         for put_back in reversed(restore):
             put_back()
         with torch.no_grad():
-            for tensor, copy, version in copies:
-                if tensor._version != version:
+            # Versions do not tell what changed: batch normalisation updates its statistics without counting.
+            for tensor, copy in copies:
+                if not torch.equal(tensor, copy):
                     tensor.copy_(copy)
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]

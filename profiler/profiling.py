@@ -38,13 +38,18 @@ class Session:
         """Return the allocation granularity of the device, in bytes."""
         return CUDA_GRANULARITY if self.device.type == "cuda" else 1
 
-    def record(self, method: Literal["dry run", "real step"]) -> Recording:
+    def record(self, method: Literal["dry run", "real step"], *, planned: bool = False) -> Recording:
         """Record the step as the model is now, with or without a plan applied."""
-        options: dict[str, Any] = {"accumulation": self.accumulation, "round_to": self.round_to}
+        options: dict[str, Any] = {
+            "accumulation": self.accumulation,
+            "round_to": self.round_to,
+            "scratch": self.scratch,
+            "planned": planned,
+        }
         if method == "dry run":
-            return dry_run(self.step, scratch=self.scratch, **options)
+            return dry_run(self.step, **options)
         with preserved(self.step.model):
-            return record_step(self.step, scratch=self.scratch, **options)
+            return record_step(self.step, **options)
 
 
 def open_session(model: nn.Module, batch: object, loss: Loss | None, *, accumulation: bool = False) -> Session:
@@ -102,11 +107,24 @@ def profile(
         recording = session.record(method)
         with preserved(model):
             unsaved = record_step(step, round_to=session.round_to, forward_only=True)
+    needed = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
+    fits = needed < 0.9 * free_memory_bytes(device)
+    say("measuring operators' workspace")
+    allocated = 0
+    if fits and repeats > 0:
+        with preserved(model):
+            allocated = session.scratch.learn(step.train, device)
+    session.scratch.measure_alone()
+    recording.fill_scratch(session.scratch)
+    recorded = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
+    unseen = max(0, allocated - recorded) if not accumulation else 0
+    if unseen > 0.01 * recorded:
+        notes.append(f"the allocator gave out {unseen} bytes more than was recorded; every peak is raised by them")
     names = [operator.name for operator in recording.operators[: recording.loss_stop]]
     say("timing its operators")
     times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
     say("timing the step")
-    step_ns, step_time_from = _step_time(session, recording, forward_ns, repeats)
+    step_ns, step_time_from = _step_time(session, needed if not fits else 0, forward_ns, repeats)
     say("recording the optimizer")
     parts = _parts(session, recording, optimizer)
     storages = _storages(recording, unsaved)
@@ -127,6 +145,7 @@ def profile(
         times_from=times_from,
         step_time_from=step_time_from,
         accumulation=accumulation,
+        unseen_bytes=unseen,
         notes=tuple(notes),
     )
 
@@ -143,7 +162,9 @@ def _times(
         times, same = operator_times(session.step, names, session.device, repeats)
         forward_ns = timed_ns(lambda: forward_without_saving(session.step), session.device, repeats)
     if not same:
-        notes.append("the real forward runs other operators than the dry run (it depends on data): figures are approximate")
+        notes.append(
+            "the real forward runs other operators than the dry run (it depends on data): figures are approximate"
+        )
     host_ns = max(0, forward_ns - sum(times)) // max(1, len(times)) if session.device.type == "cpu" else 0
     return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of {repeats}"
 
@@ -154,13 +175,11 @@ def _moved_bytes(operator: RecordedOperator, recording: Recording) -> int:
     return sum(recording.storages[index].nbytes for index in (*operator.reads, *operator.produces))
 
 
-def _step_time(session: Session, recording: Recording, forward_ns: int, repeats: int) -> tuple[int, str]:
+def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) -> tuple[int, str]:
     if repeats <= 0:
         return 3 * forward_ns, "estimate: backward taken as twice the forward"
-    fixed = sum(storage.nbytes for storage in recording.storages if storage.born < 0)
-    needed, free = recording.peak_bytes() - fixed, free_memory_bytes(session.device)
-    if needed > 0.9 * free:
-        return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {needed} bytes more"
+    if lacking:
+        return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
     with preserved(session.step.model):
         return timed_ns(lambda: train_once(session.step), session.device, max(1, repeats - 1)), "measured"
 

@@ -108,6 +108,12 @@ class Recording:
         replayed[: self.loss_stop] = False
         return live_bytes_by_kind(self.storages, loss_stop=self.loss_stop, replayed=replayed)
 
+    def fill_scratch(self, scratch: ScratchMeter) -> None:
+        """Take the operators' scratch from what a meter knows."""
+        for operator in self.operators:
+            if operator.scratch_key is not None:
+                operator.scratch_bytes = scratch.scratch_bytes(operator.scratch_key)
+
     def peak_bytes(self) -> int:
         """Return the most bytes alive at any moment of the recording."""
         return int(self.live_bytes().max(initial=0))
@@ -135,11 +141,10 @@ class Recorder(TorchDispatchMode):
         self._finish_attributes: list[Callable[[], list[str]]] = []
 
     def stop(self) -> None:
-        """Take no more deaths: what is alive now outlives the recording. Measure the operators' scratch."""
+        """Take no more deaths: what is alive now outlives the recording. Fill in the operators' scratch."""
         self._stopped = True
-        for operator in self.recording.operators:
-            if self._scratch is not None and operator.scratch_key is not None:
-                operator.scratch_bytes = self._scratch.scratch_bytes(operator.scratch_key)
+        if self._scratch is not None:
+            self.recording.fill_scratch(self._scratch)
 
     def know(self, tensor: torch.Tensor, kind: str, name: str = "") -> None:
         """Register a tensor that exists before the step begins."""
@@ -173,12 +178,16 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or func is torch.ops.aten.detach.default:
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is torch.ops.aten.detach.default:
+            return _run(func, args, kwargs, inputs)
         recording = self.recording
         here = len(recording.operators)
-        reads = tuple(dict.fromkeys(self._storage(tensor)[0] for tensor in inputs))
+        # What is read and was never made here was there before: a tensor kept as an attribute. Literals are new.
+        kind = "activation" if func is torch.ops.aten.lift_fresh.default else "buffer"
+        reads = tuple(dict.fromkeys(self._storage(tensor, kind)[0] for tensor in inputs))
         for saved in self._pending:
             recording.storages[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
         self._pending.clear()
@@ -213,7 +222,8 @@ class Recorder(TorchDispatchMode):
                 is_inplace=bool(writes),
                 is_view=bool(outputs) and not produced and not writes,
                 private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
-                fills_argument=any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
+                fills_argument=func.overloadpacket not in _BATCH_NORMS
+                and any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
                 sequence=sequence,
                 counted=func not in SAC_IGNORED_OPS,
                 grad_enabled=torch.is_grad_enabled(),
@@ -294,6 +304,12 @@ class _Leave:
         self._recorder.leave()
 
 
+_BATCH_NORMS = frozenset(
+    {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+)
+"""In training they change the running statistics (arguments 3 and 4), and their schemas do not say so."""
+
+
 def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
     """Run an operator; in a dry run, on real values while they are small integers, so that Python can look at them.
 
@@ -315,6 +331,8 @@ def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
     """List the tensors an operator's schema says it writes, each with whether it is the operator's `self`."""
+    if func.overloadpacket in _BATCH_NORMS and args[5]:
+        return [(statistic, False) for statistic in args[3:5] if statistic is not None]
     if not func._schema.is_mutable:
         return []
     written: list[tuple[torch.Tensor, bool]] = []

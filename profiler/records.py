@@ -171,6 +171,7 @@ class Profile:
         times_from: How operator times were obtained.
         step_time_from: How `step_ns` was obtained.
         accumulation: Whether gradients exist from the beginning.
+        unseen_bytes: What the allocator's peak in a real step was above the recorded one; counted as alive throughout.
         notes: What a reader of the figures must know.
     """
 
@@ -190,11 +191,12 @@ class Profile:
     times_from: str
     step_time_from: str
     accumulation: bool
+    unseen_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
 
     def live_bytes(self) -> np.ndarray:
         """Return the bytes alive at each operator's worst moment, optimizer state included; shape (operators,)."""
-        total = sum(self.live_bytes_by_kind().values())
+        total = sum(self.live_bytes_by_kind().values()) + self.unseen_bytes
         return np.asarray(total) + np.array([operator.scratch_bytes for operator in self.operators], dtype=np.int64)
 
     def live_bytes_by_kind(self) -> dict[str, np.ndarray]:
@@ -211,7 +213,7 @@ class Profile:
     def fixed_bytes(self) -> int:
         """Return what is alive throughout: parameters, buffers, batch, optimizer state, accumulated gradients."""
         parts = self.parts
-        fixed = parts.parameters + parts.buffers + parts.batch + parts.optimizer
+        fixed = parts.parameters + parts.buffers + parts.batch + parts.optimizer + self.unseen_bytes
         return fixed + (parts.gradients if self.accumulation else 0)
 
     def module_of(self, operator: int) -> str:

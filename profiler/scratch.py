@@ -1,7 +1,8 @@
-"""Measure the workspace operators allocate inside themselves, which no dry run can see: convolutions, mostly.
+"""Measure the workspace operators allocate inside themselves, which no dry run can see: convolutions, LSTMs.
 
-Each distinct operator call (shapes, strides, dtypes, settings) is run once alone on tensors of ones; what the
-allocator gave out beyond the outputs is its scratch.
+Where the step fits the device, one real step under torch.profiler shows every operator's. Where it does not,
+convolutions are run alone, each distinct call once, on tensors of ones. What the allocator gave out inside an operator
+beyond what the operator returned is its scratch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .allocator import allocated_peaks_bytes
+from .allocator import allocations_inside
 
-WITH_SCRATCH = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-"""Operators known to take workspace through the allocator."""
+MEASURED_ALONE = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+"""Operators that can safely be run alone on made-up values."""
 
 
 class ScratchMeter:
@@ -24,29 +26,77 @@ class ScratchMeter:
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
-        self._unknown: dict[str, tuple[Callable[[], Any], int, torch.device]] = {}
+        self._alone: dict[str, tuple[Callable[[], Any], torch.device]] = {}
+        self._names: frozenset[str] | None = None
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Any]) -> str | None:
-        """Register a call to be measured; return its key, or None for operators not in `WITH_SCRATCH`."""
-        if str(func) not in WITH_SCRATCH:
+        """Return what identifies a call; None for operators known to take no scratch."""
+        name = str(func)
+        if self._names is not None and name not in self._names:
             return None
-        key = repr((str(func), pytree.tree_map(_signature, (args, sorted(kwargs.items())))))
-        if key not in self._known and key not in self._unknown:
+        key = repr((name, pytree.tree_map(_signature, (args, sorted(kwargs.items())))))
+        if name in MEASURED_ALONE and key not in self._known and key not in self._alone:
             spec_args, spec_kwargs = pytree.tree_map_only(torch.Tensor, _Blueprint, (args, dict(kwargs)))
-            output_bytes = sum(leaf.untyped_storage().nbytes() for leaf in outputs)
-            self._unknown[key] = (lambda: _alone(func, spec_args, spec_kwargs), output_bytes, outputs[0].device)
+            self._alone[key] = (lambda: _prepare(func, spec_args, spec_kwargs), outputs[0].device)
         return key
 
+    def learn(self, train: Callable[[], Any], device: torch.device) -> int:
+        """Measure every operator of a real step; return the most bytes allocated at any moment of it.
+
+        Args:
+            train: Runs the step. On CUDA nothing is learned: its allocator's events are not told apart here.
+            device: The model's device.
+        """
+        if device.type != "cpu":
+            return 0
+        marker = _Keys()
+        whole, *windows = allocations_inside(lambda run: run(lambda: marker.run(run, train)))
+        assert len(windows) == len(marker.keys), "torch.profiler dropped operators"
+        for key, (peak, net) in zip(marker.keys, windows, strict=True):
+            self._known[key] = max(self._known.get(key, 0), peak - max(net, 0))
+        self._names = frozenset(
+            name for name, key in zip(marker.names, marker.keys, strict=True) if self._known[key] > 0
+        )
+        return whole[0]
+
+    def measure_alone(self) -> None:
+        """Run the convolutions met so far, whose scratch is not known, alone."""
+        pending = {key: call for key, call in self._alone.items() if key not in self._known}
+        self._alone.clear()
+        if not pending:
+            return
+        calls = [call for call, _ in pending.values()]
+        device = next(iter(pending.values()))[1]
+        with unset_fake_temporarily(), torch.no_grad():
+            windows = allocations_inside(lambda run: [run(call()) for call in calls], device)
+        for key, (peak, net) in zip(pending, windows, strict=True):
+            self._known[key] = peak - max(net, 0)
+
     def scratch_bytes(self, key: str) -> int:
-        """Return the scratch of a registered call, measuring all that are still unknown in one go."""
-        if self._unknown:
-            with unset_fake_temporarily(), torch.no_grad():
-                calls, output_bytes, devices = zip(*self._unknown.values(), strict=True)
-                peaks = allocated_peaks_bytes(calls, devices[0])
-            for name, peak, own in zip(self._unknown, peaks, output_bytes, strict=True):
-                self._known[name] = max(0, peak - own)
-            self._unknown.clear()
-        return self._known[key]
+        """Return the scratch of a call; 0 where it was not measured."""
+        return self._known.get(key, 0)
+
+
+class _Keys(TorchDispatchMode):
+    """Run every operator inside a window of its own and note which call it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+        self.names: list[str] = []
+        self._window: Callable[[Callable[[], Any]], Any] = lambda call: call()
+
+    def run(self, window: Callable[[Callable[[], Any]], Any], train: Callable[[], Any]) -> Any:
+        self._window = window
+        with self:
+            return train()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        self.names.append(name)
+        self.keys.append(repr((name, pytree.tree_map(_signature, (args, sorted(kwargs.items()))))))
+        return self._window(lambda: func(*args, **kwargs))
 
 
 class _Blueprint:
@@ -60,7 +110,7 @@ class _Blueprint:
         return torch.empty_strided(*self.layout, **self.options).fill_(1)
 
 
-def _alone(func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
+def _prepare(func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
     """Make the arguments, outside what is measured, and return the call to measure."""
     real_args, real_kwargs = pytree.tree_map_only(_Blueprint, _Blueprint.make, (args, kwargs))
     return lambda: func(*real_args, **real_kwargs)
@@ -69,4 +119,4 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device))
-    return value
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

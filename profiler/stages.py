@@ -46,9 +46,7 @@ def cut(
             if calls[child].start > position:
                 spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=calls[child].start))
             spans.append(
-                StageSpan(
-                    name=names[child], call=child, is_call=True, start=calls[child].start, stop=calls[child].stop
-                )
+                StageSpan(name=names[child], call=child, is_call=True, start=calls[child].start, stop=calls[child].stop)
             )
             position = calls[child].stop
         if stop > position:

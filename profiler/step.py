@@ -77,6 +77,14 @@ class Step:
         """Call the model."""
         return self.model(*self.args, **self.kwargs)
 
+    def train(self) -> tuple[Any, torch.Tensor]:
+        """Run forward, loss and backward; return output and loss, which a caller holds meanwhile."""
+        with torch.enable_grad():
+            output = self.forward()
+            loss = self.loss_of(output)
+            loss.backward()
+        return output, loss
+
     def loss_of(self, output: object) -> torch.Tensor:
         """Take the model's output to the scalar that is differentiated.
 

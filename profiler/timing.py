@@ -144,12 +144,10 @@ def timed_ns(run: Callable[[], Any], device: torch.device, repeats: int) -> int:
     return int(median(times[1:]))
 
 
-def train_once(step: Step, *, accumulation: bool = False) -> None:
-    """Run forward, loss and backward; drop the gradients unless they accumulate."""
-    with torch.enable_grad():
-        step.loss_of(step.forward()).backward()
-    if not accumulation:
-        step.model.zero_grad(set_to_none=True)
+def train_once(step: Step) -> None:
+    """Run forward, loss and backward, and drop the gradients."""
+    step.train()
+    step.model.zero_grad(set_to_none=True)
 
 
 def free_memory_bytes(device: torch.device) -> int:

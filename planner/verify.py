@@ -1,0 +1,276 @@
+"""`verify`: run the unmodified and the planned model on the same batch and seed, and compare everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..profiler import BatchError
+from ..profiler.allocator import allocated_peak_bytes
+from ..profiler.preserve import preserved
+from ..profiler.profiling import CUDA_GRANULARITY
+from ..profiler.step import Loss, Step
+from ..profiler.timing import free_memory_bytes, timed_ns, train_once
+from .apply import apply_segments, unplanned
+from .budget import format_bytes
+from .plan import Plan
+
+Values = dict[str, torch.Tensor]
+Arm = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Compare one kind of result over all its tensors.
+
+    Attributes:
+        compared: How many tensors were compared.
+        unequal: Names of those that are not equal bit for bit; two NaNs at one place are equal.
+        largest: The largest absolute difference; infinite where shapes, or NaNs, differ.
+    """
+
+    compared: int
+    unequal: tuple[str, ...]
+    largest: float
+
+    def __str__(self) -> str:
+        if not self.unequal:
+            return f"bitwise equal ({self.compared})"
+        return f"{len(self.unequal)} of {self.compared} differ, by up to {self.largest:.3g} (first: {self.unequal[0]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Hold what `verify` found.
+
+    Attributes:
+        exact: Loss, gradients, buffers and random state are bitwise those of the unmodified model.
+        against: What the planned model was compared with: "the unmodified model", or another planned run where the
+            unmodified one does not fit.
+        loss: Comparison of the losses.
+        gradients: Comparison of every parameter's gradient.
+        buffers: Comparison of every buffer.
+        random_state_equal: Whether torch's, Python's and numpy's random states end the same.
+        repeatable: Whether the unmodified model equals itself bit for bit; where not, differences prove nothing.
+        predicted_peak_bytes: The plan's promise.
+        measured_peak_bytes: The allocator's peak over the planned step, with what was alive before and the
+            optimizer's state, which is counted but not executed.
+        unplanned_measured_peak_bytes: The same of the unmodified model; None where it was not run.
+        budget_bytes: The plan's budget.
+        predicted_overhead: The plan's promise, as a share of the unplanned step.
+        measured_overhead: Median planned by median unplanned step time less one; None where not measured.
+        planned_step_ns: Median time of forward, loss and backward, planned; None where not measured.
+        samples_per_second: The batch's first dimension by the planned step time; None where not measured.
+    """
+
+    exact: bool
+    against: str
+    loss: Difference
+    gradients: Difference
+    buffers: Difference
+    random_state_equal: bool
+    repeatable: bool
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int
+    unplanned_measured_peak_bytes: int | None
+    budget_bytes: int | None
+    predicted_overhead: float | None
+    measured_overhead: float | None
+    planned_step_ns: int | None
+    samples_per_second: float | None
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [
+            f"{verdict} against {self.against}: loss {self.loss}; gradients {self.gradients}; buffers {self.buffers}; "
+            f"random state {'equal' if self.random_state_equal else 'differs'}"
+        ]
+        if not self.repeatable:
+            lines.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
+        predicted = _bytes(self.predicted_peak_bytes)
+        lines.append(
+            f"peak: predicted {predicted}, measured {_bytes(self.measured_peak_bytes)}, "
+            f"unplanned {_bytes(self.unplanned_measured_peak_bytes)}, budget {_bytes(self.budget_bytes)}"
+        )
+        rate = f"; {self.samples_per_second:.1f} samples/s" if self.samples_per_second else ""
+        lines.append(
+            f"added time: predicted {_share(self.predicted_overhead)}, measured {_share(self.measured_overhead)}{rate}"
+        )
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    batch: object,
+    plan: Plan,
+    *,
+    loss: Loss | None = None,
+    steps: int = 1,
+    repeats: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> Verification:
+    """Compare the planned with the unmodified model: results bit for bit, peaks by the allocator, times interleaved.
+
+    The model is left as it was; a plan already in force on it is taken off meanwhile and put back.
+
+    Args:
+        model: The model, with or without a plan applied.
+        batch: The batch, as for `plan`.
+        plan: The plan to verify.
+        loss: As for `plan`.
+        steps: Steps after whose last the results are compared; parameters stay as they are, buffers go on.
+        repeats: Timed repeats of each arm, interleaved, after a warm-up; 0 measures no time.
+        progress: Called with a few words before each phase.
+
+    Raises:
+        BatchError: The batch cannot be used, or `steps` or `repeats` is out of range.
+        PlanMismatchError: The model differs from the one planned for.
+        ApplyError: A segment cannot be applied.
+    """
+    if steps < 1 or repeats < 0:
+        raise BatchError(f"steps must be at least 1 and repeats at least 0, got {steps} and {repeats}")
+    step = Step.of(model, batch, loss)
+    plan.check(model)
+    with unplanned(model):
+        return _Bench(step, plan, steps, repeats, progress or (lambda _: None)).run()
+
+
+class _Bench:
+    """Run both arms."""
+
+    def __init__(self, step: Step, plan: Plan, steps: int, repeats: int, say: Callable[[str], None]) -> None:
+        self.step, self.plan, self.steps, self.repeats, self.say = step, plan, steps, repeats, say
+        self.device = next(step.model.parameters()).device
+        self.accumulation = bool(plan.step.get("accumulation", False))
+        self.optimizer_bytes = int(plan.step.get("optimizer_bytes", 0))
+
+    def run(self) -> Verification:
+        fits = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes() < 0.9 * free_memory_bytes(self.device)
+        self.say("running the planned step")
+        planned = self._results(self._planned)
+        self.say("running the unmodified step")
+        reference = self._results(nullcontext if fits else self._planned)
+        again = self._results(nullcontext) if fits else reference
+        loss, gradients, buffers = (_compare(planned[i], reference[i]) for i in range(3))
+        repeats_itself = all(not _compare(again[i], reference[i]).unequal for i in range(3))
+        same_random = _equal_states(planned[3], reference[3])
+        self.say("measuring peaks")
+        peak = self._peak(self._planned)
+        unplanned_peak = self._peak(nullcontext) if fits else None
+        planned_ns, unplanned_ns = self._times(fits)
+        batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
+        return Verification(
+            exact=not (loss.unequal or gradients.unequal or buffers.unequal) and same_random,
+            against="the unmodified model" if fits else "a second planned run (the unmodified model does not fit)",
+            loss=loss,
+            gradients=gradients,
+            buffers=buffers,
+            random_state_equal=same_random,
+            repeatable=repeats_itself,
+            predicted_peak_bytes=self.plan.predicted_peak_bytes,
+            measured_peak_bytes=peak,
+            unplanned_measured_peak_bytes=unplanned_peak,
+            budget_bytes=self.plan.budget_bytes,
+            predicted_overhead=self.plan.predicted_overhead,
+            measured_overhead=planned_ns / unplanned_ns - 1 if planned_ns and unplanned_ns else None,
+            planned_step_ns=planned_ns,
+            samples_per_second=batch_size / (planned_ns / 1e9) if planned_ns and batch_size else None,
+        )
+
+    def _planned(self) -> AbstractContextManager[Any]:
+        return apply_segments(self.step.model, self.plan.segments, training=self.plan.training)
+
+    def _results(self, arm: Arm) -> tuple[Values, Values, Values, Any]:
+        model = self.step.model
+        with preserved(model), arm():
+            for _ in range(self.steps):
+                model.zero_grad(set_to_none=True)
+                _, value = self.step.train()
+            gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            return {"loss": value.detach().clone()}, gradients, buffers, _random_states(self.device)
+
+    def _entry_bytes(self) -> int:
+        """Return what is alive at the step's entry and counted in every peak."""
+        model = self.step.model
+        tensors = [*model.parameters(), *model.buffers(), *self.step.tensors()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        round_to = CUDA_GRANULARITY if self.device.type == "cuda" else 1
+        return sum(-(-nbytes // round_to) * round_to for nbytes in storages.values()) + self.optimizer_bytes
+
+    def _peak(self, arm: Arm) -> int:
+        model = self.step.model
+        with preserved(model), arm():
+            gradient_bytes = 0
+            if self.accumulation:
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+                        gradient_bytes += parameter.grad.untyped_storage().nbytes()
+            peak = allocated_peak_bytes(self.step.train, self.device)
+        floor = int(self.plan.step.get("optimizer_step_peak_bytes", 0))
+        return max(floor, peak + gradient_bytes + self._entry_bytes())
+
+    def _times(self, fits: bool) -> tuple[int | None, int | None]:
+        """Time both arms in turn; return the medians."""
+        if not self.repeats:
+            return None, None
+        planned: list[int] = []
+        plain: list[int] = []
+        for number in range(self.repeats):
+            self.say(f"timing, round {number + 1} of {self.repeats}")
+            planned.append(self._time(self._planned))
+            if fits:
+                plain.append(self._time(nullcontext))
+        return int(median(planned)), int(median(plain)) if plain else None
+
+    def _time(self, arm: Arm) -> int:
+        with preserved(self.step.model), arm():
+            return timed_ns(lambda: train_once(self.step), self.device, 1)
+
+
+def _compare(ours: Values, theirs: Values) -> Difference:
+    unequal: list[str] = []
+    largest = 0.0
+    for name in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            unequal.append(name)
+            largest = float("inf")
+        elif not _same(a, b):
+            unequal.append(name)
+            gap = (a.double() - b.double()).abs()
+            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+    return Difference(compared=len(ours.keys() | theirs.keys()), unequal=tuple(unequal), largest=largest)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bit for bit, except that any NaN equals any NaN."""
+    if a.is_floating_point() or a.is_complex():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)
+
+
+def _random_states(device: torch.device) -> Any:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+
+
+def _equal_states(a: Any, b: Any) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2:] == b[2:]
+
+
+def _bytes(count: int | None) -> str:
+    return "not known" if count is None else format_bytes(count)
+
+
+def _share(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:+.1f} %"
