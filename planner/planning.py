@@ -169,7 +169,7 @@ class Planner:
         check_solver(solver)
         asked = parse_budget(budget, self.profile.peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
-        say = progress or (lambda _: None)
+        say = progress or silent
         best: Trial | None = None
         least: Trial | None = None
         target, ceiling = limit, None
@@ -223,20 +223,21 @@ class Planner:
         with unplanned(model), apply_segments(model, segments, training=model.training):
             recording = self.session.record(self.profile.bytes_from, planned=True)
         parts = self.profile.parts
-        unseen = self.profile.unseen_bytes + self._random_state_bytes(segments)
-        alive = recording.peak_bytes() + parts.optimizer + unseen
+        alive = recording.peak_bytes() + parts.optimizer + self.unseen_bytes(segments)
         peak = max(alive, parts.optimizer_step_peak)
         return Trial(solution, segments, recording, peak)
 
-    def _random_state_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
-        """Return what torch's checkpoint keeps of the random state: once per region, once more in a replay.
+    def unseen_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
+        """Return what a planned step holds beyond its dry run, counted as alive throughout.
 
-        A dry run does not see it, for it is no operator's output. It lies in the CPU's memory whatever the device.
+        Besides what the profile missed, that is what torch's checkpoint keeps of the random state, which is no
+        operator's output: once per region, once more in a replay. It lies in the CPU's memory whatever the device.
         """
         if self.session.device.type != "cpu":
-            return 0
+            return self.profile.unseen_bytes
         regions = sum(1 for segment in segments for _ in segment.walk())
-        return (regions + 1) * torch.get_rng_state().nbytes if regions else 0
+        random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0
+        return self.profile.unseen_bytes + random_state
 
     def planned_segment(self, segment: Segment) -> PlannedSegment:
         """Name a chosen segment by its module calls."""
@@ -305,6 +306,10 @@ class Planner:
             least_peak_bytes=least.peak_bytes,
             plan=plan,
         )
+
+
+def silent(_: str) -> None:
+    """Take progress and say nothing."""
 
 
 def _batch_tensors(session: Session) -> tuple[BatchTensor, ...]:

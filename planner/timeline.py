@@ -63,7 +63,8 @@ def step_timeline(planner: Planner, plan: Plan | None = None) -> Timeline:
             with apply_segments(model, plan.segments, training=plan.training):
                 recording = session.record(profile.bytes_from, planned=True)
     live = recording.live_bytes_by_kind()
-    live["temporary"] = live["temporary"] + np.array([operator.scratch_bytes for operator in recording.operators])
+    scratch = np.array([operator.scratch_bytes for operator in recording.operators], dtype=np.int64)
+    live["temporary"] += scratch + planner.unseen_bytes(plan.segments if plan is not None else ())
     count, parts = len(recording.operators), profile.parts
     live["optimizer"] = np.full(count, parts.optimizer, dtype=np.int64)
     if parts.optimizer_step_peak:

@@ -56,7 +56,8 @@ def live_bytes_by_kind(storages: Iterable[Life], *, loss_stop: int, replayed: np
             if begin < loss_stop:
                 category = "activation" if storage.last is None or storage.last >= loss_stop else "temporary"
             else:
-                category = "recomputed" if replayed[begin] else "temporary"
+                # The first operator of backward makes the loss's own gradient, outside every replay.
+                category = "recomputed" if replayed[begin] and begin > loss_stop else "temporary"
         change[category][begin] += storage.nbytes
         if storage.last is not None:
             change[category][storage.last + 1] -= storage.nbytes

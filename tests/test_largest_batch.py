@@ -1,0 +1,115 @@
+"""`largest_batch` finds the size that trains most samples per second, and does not try what cannot fit."""
+
+from functools import cache
+
+import pytest
+import torch
+from remat.planner import InfeasibleBudgetError
+from remat.planner.budget import BudgetError
+from remat.planner.largest_batch import BatchSearch, BatchSize, largest_batch
+from remat.planner.throughput import throughput_by_batch
+
+from .small_step import build, squares
+
+BUDGET = 5 << 20
+
+
+def make_batch(size):
+    return torch.ones(size, 32)
+
+
+@cache
+def searched() -> BatchSearch:
+    model = build(blocks=2)[0]
+    return largest_batch(
+        make_batch, BUDGET, model=model, sizes=(64, 512, 1024, 8192, 16384), solver="dp", loss=squares, measure=True
+    )
+
+
+def test_small_sizes_run_as_they_are_and_larger_ones_are_planned():
+    by_size = {entry.size: entry for entry in searched().tried}
+    assert by_size[64].segments == 0
+    assert by_size[64].predicted_overhead == 0
+    assert by_size[64].predicted_peak_bytes == by_size[64].unplanned_peak_bytes
+    assert by_size[1024].unplanned_peak_bytes > BUDGET
+    assert by_size[1024].segments > 0
+    assert by_size[1024].predicted_peak_bytes <= BUDGET
+
+
+def test_nothing_is_tried_above_a_size_that_does_not_fit():
+    assert [entry.size for entry in searched().tried] == [64, 512, 1024, 8192]
+    last = searched().tried[-1]
+    assert not last.fits
+    assert last.least_peak_bytes > BUDGET
+    assert str(last.least_peak_bytes) in last.note
+
+
+def test_the_chosen_size_has_the_best_throughput():
+    search = searched()
+    rates = {entry.size: entry.samples_per_second for entry in search.tried if entry.fits}
+    assert rates[search.size] == max(rates.values())
+    assert search.plan is search.plans[search.size]
+    for entry in search.tried:
+        if entry.fits:
+            seconds = entry.step_ns * 1e-9 * (1 + entry.predicted_overhead)
+            assert entry.samples_per_second == pytest.approx(entry.size / seconds)
+
+
+def test_the_chosen_size_is_measured_on_request():
+    assert searched().verification.exact
+    assert searched().verification.measured_peak_bytes <= 1.05 * BUDGET
+    assert searched().verification.samples_per_second > 0
+
+
+def test_the_table_marks_the_chosen_size_and_what_does_not_fit():
+    lines = searched().table().splitlines()
+    assert len(lines) == 1 + len(searched().tried)
+    assert [line.split()[0] for line in lines if line.endswith("<- chosen")] == [str(searched().size)]
+    assert [line.split()[0] for line in lines if line.endswith("does not fit")] == ["8192"]
+    assert list(searched().frame()["size"]) == [64, 512, 1024, 8192]
+
+
+def test_the_curve_has_units_and_the_budget():
+    rates, peaks = throughput_by_batch(searched()).axes
+    assert rates.get_ylabel().endswith("[samples/s]")
+    assert peaks.get_ylabel().endswith("iB]")
+    assert peaks.get_xlabel().endswith("[samples]")
+    assert any(label.get_text() == "budget 5.0 MiB" for label in peaks.get_legend().get_texts())
+
+
+def test_without_sizes_it_doubles_and_then_looks_around_the_best(monkeypatch):
+    def fake(self, size):
+        fits = size <= 40
+        rate = 100.0 - abs(size - 22) if fits else None
+        entry = BatchSize(size=size, samples_per_second=rate, segments=0 if fits else None)
+        self.tried[size] = entry
+        if fits:
+            self.plans[size] = None
+        return entry
+
+    monkeypatch.setattr("remat.planner.largest_batch._Search.try_size", fake)
+    search = largest_batch(make_batch, BUDGET, model=build(blocks=1)[0])
+    sizes = [entry.size for entry in search.tried]
+    assert {1, 2, 4, 8, 16, 32, 64} <= set(sizes)
+    assert max(sizes) == 64
+    assert abs(search.size - 22) <= 22 // 8
+    assert len(sizes) <= 14
+
+
+def test_a_budget_below_the_smallest_size_is_refused():
+    with pytest.raises(InfeasibleBudgetError, match="smallest reachable peak"):
+        largest_batch(make_batch, 1000, model=build(blocks=1)[0], sizes=(4,), solver="dp", loss=squares, repeats=0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "words"),
+    [
+        ("60%", {}, "a share has no meaning"),
+        (BUDGET, {"sizes": (0,)}, "at least 1"),
+        (BUDGET, {"sizes": ()}, "at least 1"),
+        (BUDGET, {"solver": "oracle"}, "unknown solver"),
+    ],
+)
+def test_what_cannot_be_searched_is_said(budget, options, words):
+    with pytest.raises(BudgetError, match=words):
+        largest_batch(make_batch, budget, model=build(blocks=1)[0], **options)
