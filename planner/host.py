@@ -33,9 +33,9 @@ def host_costs(device: torch.device) -> HostCosts:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         x = torch.ones(4, device=device, requires_grad=True)
         forward = _fastest(lambda: _chain(x), device)
-        plain = _fastest(lambda: _chain(x).sum().backward(), device)
-        region = _fastest(lambda: _region(x, None).sum().backward(), device)
-        selective = _fastest(lambda: _region(x, _contexts).sum().backward(), device)
+        plain = _fastest(lambda: _backward(_chain(x)), device)
+        region = _fastest(lambda: _backward(_region(x, None)), device)
+        selective = _fastest(lambda: _backward(_region(x, _contexts)), device)
     region_ns = max(0, region - plain - forward)
     return HostCosts(region_ns, max(0, selective - region) // _OPERATORS)
 
@@ -50,6 +50,10 @@ def _region(x: torch.Tensor, contexts: Callable[[], Any] | None) -> torch.Tensor
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     result: torch.Tensor = checkpoint(_chain, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
     return result
+
+
+def _backward(y: torch.Tensor) -> None:
+    y.sum().backward()
 
 
 def _contexts() -> Any:

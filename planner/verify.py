@@ -22,6 +22,7 @@ from ..profiler.timing import free_memory_bytes, timed_ns, train_once
 from .apply import apply_segments, unplanned
 from .budget import format_bytes
 from .plan import Plan
+from .planning import silent
 
 Values = dict[str, torch.Tensor]
 Arm = Callable[[], AbstractContextManager[Any]]
@@ -140,7 +141,7 @@ def verify(
     step = Step.of(model, batch, loss)
     plan.check(model)
     with unplanned(model):
-        return _Bench(step, plan, steps, repeats, progress or (lambda _: None)).run()
+        return _Bench(step, plan, steps, repeats, progress or silent).run()
 
 
 class _Bench:
@@ -191,7 +192,8 @@ class _Bench:
     def _results(self, arm: Arm) -> tuple[Values, Values, Values, Any]:
         model = self.step.model
         with preserved(model), arm():
-            for _ in range(self.steps):
+            _, value = self.step.train()
+            for _ in range(self.steps - 1):
                 model.zero_grad(set_to_none=True)
                 _, value = self.step.train()
             gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}

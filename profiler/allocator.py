@@ -11,6 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
+from .internals import kineto_events
+
 _MARK = "remat.measured"
 Window = Callable[[Callable[[], Any]], Any]
 
@@ -60,7 +62,7 @@ def _on_cuda(call: Callable[[], Any], device: torch.device, measured: list[tuple
 def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
     allocations: list[tuple[int, int]] = []
     marks: list[tuple[int, int]] = []
-    for event in profiler.profiler.kineto_results.events():
+    for event in kineto_events(profiler):
         if event.name() == "[memory]":
             allocations.append((event.start_ns(), event.nbytes()))
         elif event.name() == _MARK:

@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .internals import FakeTensorMode, tensor_registries
 from .preserve import preserved
 from .recorder import SMALL_NUMEL, Recorder, Recording
 from .scratch import ScratchMeter
@@ -41,7 +41,7 @@ def faked(step: Step) -> Iterator[tuple[Step, FakeTensorMode]]:
     with preserved(step.model):
         try:
             for module in step.model.modules():
-                for registry in (module._parameters, module._buffers):
+                for registry in tensor_registries(module):
                     for name, tensor in list(registry.items()):
                         if tensor is not None:
                             replaced.append((registry, name, tensor))
@@ -116,14 +116,14 @@ def record_step(
     recorder = Recorder(round_to=round_to, scratch=scratch)
     recording = recorder.recording
     for name, parameter in model.named_parameters():
-        recorder.know(parameter, "parameter", name)
+        recorder.identify(parameter, "parameter", name)
         if accumulation and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            recorder.know(parameter.grad, "gradient", name)
+            recorder.identify(parameter.grad, "gradient", name)
     for name, buffer in model.named_buffers():
-        recorder.know(buffer, "buffer", name)
+        recorder.identify(buffer, "buffer", name)
     for tensor in step.tensors():
-        recorder.know(tensor, "batch")
+        recorder.identify(tensor, "batch")
     with recorder, recorder.watch(model):
         saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
@@ -136,7 +136,7 @@ def record_step(
         recording.backward_stop = len(recording.operators)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                index, _ = recorder._storage(parameter.grad, "gradient", name)
+                index, _ = recorder.identify(parameter.grad, "gradient", name)
                 recording.storages[index].kind, recording.storages[index].name = "gradient", name
     recorder.stop()
     del output, loss

@@ -47,13 +47,13 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
             copied.step()
             recorder = Recorder(round_to=round_to)
             for parameter in trained:
-                recorder.know(parameter, "parameter")
-                recorder.know(parameter.grad, "gradient")
+                recorder.identify(parameter, "parameter")
+                recorder.identify(parameter.grad, "gradient")
             before = {index for index, _ in enumerate(recorder.recording.storages)}
             for state in copied.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        recorder.know(value, "buffer")
+                        recorder.identify(value, "buffer")
             known = len(recorder.recording.storages)
             with recorder:
                 copied.step()

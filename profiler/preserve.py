@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .internals import FakeTensor, tensor_registries
+
 _CONTAINER_DEPTH = 4
 
 
@@ -36,7 +38,7 @@ def preserved(model: nn.Module, *, written_parameters: Iterable[str] = ()) -> It
     for module in model.modules():
         attributes = vars(module)
         restore.append(_restorer_of_container(attributes, seen, 0))
-        tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+        tensors += [buffer for buffer in tensor_registries(module)[1].values() if buffer is not None]
         for value in attributes.values():
             if isinstance(value, torch.Generator):
                 restore.append(_restorer_of_generator(value))
@@ -61,7 +63,7 @@ def preserved(model: nn.Module, *, written_parameters: Iterable[str] = ()) -> It
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    return isinstance(tensor, FakeTensor)
 
 
 def _restorer_of_random_states() -> Callable[[], None]:

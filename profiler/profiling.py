@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .dry_run import DryRunError, dry_run, faked, record_step
+from .internals import forward_hooks
 from .optimizer import optimizer_bytes
 from .preserve import preserved
 from .recorder import RecordedOperator, Recording
@@ -92,7 +93,7 @@ def profile(
         BatchError: The batch cannot be passed to the model, or there is no loss.
     """
     session = session or open_session(model, batch, loss, accumulation=accumulation)
-    say = progress or (lambda _: None)
+    say = progress or _silent
     step, device = session.step, session.device
     notes: list[str] = []
     say("recording the step on fake tensors")
@@ -269,5 +270,9 @@ def _calls(model: nn.Module, recording: Recording) -> tuple[ModuleCall, ...]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed") for hook in hooks)
+    modules = [getattr(hook, "__module__", None) or "" for hook in forward_hooks(module)]
+    return any(not name.startswith("torch.distributed") for name in modules)
+
+
+def _silent(_: str) -> None:
+    pass

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from .internals import FakeTensor, autograd_sequence, fake_mode_is_on, storage_key, unset_fake_temporarily
 from .lives import live_bytes_by_kind
 from .scratch import ScratchMeter
 
@@ -146,13 +146,13 @@ class Recorder(TorchDispatchMode):
         if self._scratch is not None:
             self.recording.fill_scratch(self._scratch)
 
-    def know(self, tensor: torch.Tensor, kind: str, name: str = "") -> None:
-        """Register a tensor that exists before the step begins."""
-        self._storage(tensor, kind, name)
+    def identify(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
+        """Return the number of a tensor's storage, and whether it was not known before.
 
-    def _storage(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
+        A storage of any kind but "activation" is taken to exist from before the step.
+        """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         index = self._index_of.get(key)
         if index is not None:
             return index, False
@@ -187,23 +187,20 @@ class Recorder(TorchDispatchMode):
         here = len(recording.operators)
         # What is read and was never made here was there before: a tensor kept as an attribute. Literals are new.
         kind = "activation" if func is torch.ops.aten.lift_fresh.default else "buffer"
-        reads = tuple(dict.fromkeys(self._storage(tensor, kind)[0] for tensor in inputs))
+        reads = tuple(dict.fromkeys(self.identify(tensor, kind)[0] for tensor in inputs))
         for saved in self._pending:
             recording.storages[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
         self._pending.clear()
-        sequence = torch.autograd._get_sequence_nr()
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            sequence = node._sequence_nr()
+        sequence = autograd_sequence()
         out = _run(func, args, kwargs, inputs)
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         produced: list[int] = []
         for tensor in outputs:
-            index, is_new = self._storage(tensor)
+            index, is_new = self.identify(tensor)
             if is_new:
                 produced.append(index)
         writes = _written(func, args, kwargs)
-        written = tuple(dict.fromkeys(self._storage(tensor)[0] for tensor, _ in writes))
+        written = tuple(dict.fromkeys(self.identify(tensor)[0] for tensor, _ in writes))
         returned = {id(tensor) for tensor in outputs}
         for index in reads:
             recording.storages[index].read_by.add(here)
@@ -236,7 +233,7 @@ class Recorder(TorchDispatchMode):
         """Note every tensor autograd saves; with `drop`, let it save nothing (backward is then impossible)."""
 
         def pack(tensor: torch.Tensor) -> Any:
-            self._pending.append(self._storage(tensor)[0])
+            self._pending.append(self.identify(tensor)[0])
             return None if drop else tensor.detach()
 
         def unpack(packed: Any) -> Any:
@@ -315,8 +312,7 @@ def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
 
     Models decide from masks and positions which path to take (`mask.all()`); on fake tensors they would take another.
     """
-    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if fake_mode is None or any(isinstance(tensor, FakeTensor) for tensor in inputs):
+    if not fake_mode_is_on() or any(isinstance(tensor, FakeTensor) for tensor in inputs):
         return func(*args, **kwargs)
     if sum(tensor.numel() for tensor in inputs) > SMALL_NUMEL:
         return func(*args, **kwargs)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import allocations_inside
+from .internals import unset_fake_temporarily
 
 MEASURED_ALONE = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 """Operators that can safely be run alone on made-up values."""
@@ -104,7 +104,7 @@ class _Blueprint:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.layout = (tuple(tensor.shape), tuple(tensor.stride()))
-        self.options = {"dtype": tensor.dtype, "device": tensor.device}
+        self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
     def make(self) -> torch.Tensor:
         return torch.empty_strided(*self.layout, **self.options).fill_(1)

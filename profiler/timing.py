@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .internals import kineto_events, ran_on_cpu
 from .step import Step
 
 _MARK = "remat.operator"
@@ -81,11 +82,11 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
 
 
 def _durations(profiler: Any, device: torch.device) -> list[int]:
-    events = list(profiler.profiler.kineto_results.events())
+    events = kineto_events(profiler)
     marks = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
-        if event.name() == _MARK and event.device_type() == torch.autograd.DeviceType.CPU
+        if event.name() == _MARK and ran_on_cpu(event)
     )
     starts = [start for start, _ in marks]
     durations = [0] * len(marks)
@@ -95,11 +96,7 @@ def _durations(profiler: Any, device: torch.device) -> list[int]:
         inside = position >= 0 and event.start_ns() + event.duration_ns() <= marks[position][1]
         return position if inside else None
 
-    on_cpu = [
-        event
-        for event in events
-        if event.device_type() == torch.autograd.DeviceType.CPU and event.name() not in (_MARK, "[memory]")
-    ]
+    on_cpu = [event for event in events if ran_on_cpu(event) and event.name() not in (_MARK, "[memory]")]
     if device.type != "cuda":
         for event in on_cpu:
             position = mark_of(event)
@@ -108,7 +105,7 @@ def _durations(profiler: Any, device: torch.device) -> list[int]:
         return durations
     mark_of_launch = {event.correlation_id(): mark_of(event) for event in on_cpu}
     for event in events:
-        if event.device_type() != torch.autograd.DeviceType.CPU and event.name() != _MARK:
+        if not ran_on_cpu(event) and event.name() != _MARK:
             position = mark_of_launch.get(event.linked_correlation_id())
             if position is not None:
                 durations[position] += event.duration_ns()
@@ -118,7 +115,7 @@ def _durations(profiler: Any, device: torch.device) -> list[int]:
 def _match(seen: Sequence[str], durations: Sequence[int], expected: Sequence[str]) -> list[int]:
     if list(seen) == list(expected):
         return list(durations)
-    by_occurrence = {key: duration for key, duration in zip(_occurrences(seen), durations, strict=True)}
+    by_occurrence = dict(zip(_occurrences(seen), durations, strict=True))
     return [by_occurrence.get(key, 0) for key in _occurrences(expected)]
 
 

@@ -1,0 +1,63 @@
+"""The parts of torch the profiler needs that are not public, in one place: an upgrade of torch has one file to check.
+
+Last checked with torch 2.13.
+"""
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnnecessaryComparison=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import DeviceType
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "autograd_sequence",
+    "fake_mode_is_on",
+    "forward_hooks",
+    "kineto_events",
+    "ran_on_cpu",
+    "storage_key",
+    "tensor_registries",
+    "unset_fake_temporarily",
+]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what identifies a storage while it is alive, real or fake."""
+    return storage._cdata
+
+
+def autograd_sequence() -> int:
+    """Return the number of the autograd node now in backward, or else of the next one that forward makes."""
+    node = torch._C._current_autograd_node()
+    return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+
+
+def fake_mode_is_on() -> bool:
+    """Return whether operators run on fake tensors now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def tensor_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries a module keeps its own parameters and buffers in."""
+    return module._parameters, module._buffers
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's forward hooks and forward pre-hooks."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def kineto_events(profiler: Any) -> list[Any]:
+    """Return the raw events of a finished torch.profiler session."""
+    return list(profiler.profiler.kineto_results.events())
+
+
+def ran_on_cpu(event: Any) -> bool:
+    """Return whether a raw event happened on the CPU."""
+    return event.device_type() == DeviceType.CPU
