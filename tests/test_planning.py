@@ -1,0 +1,186 @@
+"""Planning closes the loop: the model of memory against the dry run, budgets kept, impossible ones explained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from remat.planner import InfeasibleBudgetError, Plan, Planner, apply, plan, verify
+from remat.planner.budget import BudgetError, format_bytes, parse_budget
+from remat.solvers import SOLVERS, simulate
+from torch import nn
+
+from .zoo import ZOO
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def planners():
+    torch.set_num_threads(1)
+    made = {}
+    for name in ("chain", "gpt2", "unet", "batch_norm", "looped"):
+        model, batch, loss = ZOO[name]()
+        made[name] = (Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss)
+    return made
+
+
+@pytest.mark.parametrize("name", ["chain", "gpt2", "unet", "batch_norm", "looped"])
+def test_the_memory_model_of_the_unplanned_step_is_exact(planners, name):
+    planner = planners[name][0]
+    peak = planner.profile.peak_bytes()
+    assert simulate(planner.bridge.problem(peak), ()).peak_bytes == peak
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("name", ["chain", "gpt2", "unet", "looped"])
+def test_the_memory_model_of_a_planned_step_is_the_dry_runs(planners, name, share):
+    planner = planners[name][0]
+    peak, fixed = planner.profile.peak_bytes(), planner.profile.fixed_bytes()
+    problem = planner.bridge.problem(int(fixed + share * (peak - fixed)))
+    try:
+        solution = SOLVERS["dp"](problem)
+    except ValueError as error:
+        solution = error.solution
+    trial = planner.trial(solution)
+    unseen = planner.profile.unseen_bytes
+    dry = trial.recording.peak_bytes() + unseen
+    assert solution.peak_bytes == pytest.approx(dry, rel=2e-3)
+
+
+@pytest.mark.parametrize("solver", ["dp", "ilp", "dp_nested", "auto", "greedy", "uniform", "all", "sqrt"])
+def test_no_plan_exceeds_its_budget(planners, solver):
+    planner, model, batch, loss = planners["gpt2"]
+    for budget in ("80%", "60%"):
+        made = planner.plan(budget, solver=solver)
+        assert made.predicted_peak_bytes <= made.budget_bytes
+        found = verify(model, batch, made, loss=loss, repeats=0)
+        assert found.exact
+        assert found.measured_peak_bytes <= made.budget_bytes
+
+
+def test_better_solvers_cost_no_more(planners):
+    planner = planners["gpt2"][0]
+    peak = planner.profile.peak_bytes()
+    for share in (0.9, 0.75, 0.6):
+        problem = planner.bridge.problem(int(share * peak))
+        costs = [SOLVERS[name](problem).added_ns for name in ("ilp", "dp", "sqrt")]
+        assert costs == sorted(costs)
+
+
+def test_an_impossible_budget_names_the_least_peak_and_what_holds_it(planners):
+    planner = planners["gpt2"][0]
+    with pytest.raises(InfeasibleBudgetError, match="smallest reachable peak") as caught:
+        planner.plan(planner.profile.fixed_bytes() // 2, solver="dp")
+    error = caught.value
+    assert isinstance(error, ValueError)
+    assert error.plan.predicted_peak_bytes == error.least_peak_bytes
+    assert "parameters" in str(error)
+    again = planner.plan(error.least_peak_bytes, solver="dp")
+    assert again.predicted_peak_bytes <= error.least_peak_bytes
+
+
+def test_logits_that_no_checkpoint_can_free_are_named():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+            self.head = nn.Linear(8, 4000, bias=False)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    with pytest.raises(InfeasibleBudgetError, match=r"the loss|head") as caught:
+        plan(Head(), torch.randn(256, 8), "20%", solver="dp", loss=lambda out: out.log_softmax(-1)[:, 0].mean())
+    assert caught.value.least_peak_bytes > 0.5 * caught.value.plan.unplanned_peak_bytes
+
+
+def test_a_budget_above_the_unplanned_peak_checkpoints_nothing(planners):
+    made = planners["gpt2"][0].plan("100%", solver="dp")
+    assert made.segments == ()
+    assert made.predicted_overhead == 0.0
+
+
+def test_headroom_is_kept_free(planners):
+    made = planners["gpt2"][0].plan("80%", solver="dp", headroom=0.1)
+    assert made.predicted_peak_bytes <= 0.9 * made.budget_bytes
+
+
+def test_the_optimizers_step_is_part_of_the_peak():
+    model, batch, loss = ZOO["chain"]()
+    planner = Planner.of(model, batch, loss=loss, optimizer="adamw", repeats=0)
+    with pytest.raises(InfeasibleBudgetError, match="optimizer") as caught:
+        planner.plan(planner.profile.parts.optimizer_step_peak - 1, solver="dp")
+    assert caught.value.least_peak_bytes >= planner.profile.parts.optimizer_step_peak
+
+
+def test_a_plan_is_applied_verified_saved_and_removed(tmp_path):
+    model, batch, _ = ZOO["gpt2"]()
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    made = plan(model, batch, budget="60%", solver="dp")
+    applied = apply(model, made)
+    found = verify(model, batch, made, repeats=1)
+    assert found.exact
+    assert found.repeatable
+    assert found.measured_overhead is not None
+    assert any("forward" in vars(module) for module in model.modules())
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    applied.remove()
+    assert all(vars(module) == before[path] for path, module in model.named_modules())
+
+
+def test_a_planned_model_can_be_planned_again():
+    model, batch, loss = ZOO["chain"]()
+    with apply(model, plan(model, batch, "80%", solver="dp", loss=loss)):
+        again = plan(model, batch, "70%", solver="dp", loss=loss)
+        assert again.unplanned_peak_bytes > again.predicted_peak_bytes
+
+
+def test_verify_finds_a_replay_that_computes_something_else():
+    calls = []
+
+    class Drifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x):
+            calls.append(1)
+            return torch.tanh(self.inner(x)) * len(calls)
+
+    from remat.planner.plan import Call, PlannedSegment
+
+    model = nn.Sequential(Drifts(), nn.Linear(16, 1))
+    made = Plan(segments=(PlannedSegment(members=(Call(module="0"),)),), predicted_peak_bytes=0)
+    calls.clear()
+    found = verify(model, torch.randn(4, 16), made, repeats=0)
+    assert not found.exact
+    assert "0.inner.weight" in found.gradients.unequal
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8GiB", 8 * 2**30), ("750 MB", 750 * 10**6), ("50%", 500), (123, 123), ("2.5KiB", 2560), ("77", 77)],
+)
+def test_budgets_are_read(text, expected):
+    assert parse_budget(text, 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8 gigs", "-1GiB", 0, -5, None, 3.5, True, "0%", "GiB"])
+def test_a_budget_that_cannot_be_read_is_refused(text):
+    with pytest.raises(BudgetError, match="pass bytes as an int"):
+        parse_budget(text, 1000)
+
+
+def test_bytes_are_written_for_people():
+    assert [format_bytes(n) for n in (12, 2048, 3 * 2**20, 5 * 2**30)] == ["12 B", "2.0 KiB", "3.0 MiB", "5.00 GiB"]
+
+
+@pytest.mark.parametrize(("headroom", "solver"), [(1.0, "dp"), (-0.1, "dp"), (0.0, "best")])
+def test_wrong_settings_are_refused_before_anything_is_profiled(headroom, solver):
+    model, batch, loss = ZOO["chain"]()
+    with pytest.raises(BudgetError):
+        plan(model, batch, "50%", solver=solver, headroom=headroom, loss=loss)
