@@ -125,6 +125,10 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         previous = row["budget_bytes"]
         table.add_row(*table_cells(row))
     console.print(table)
+    console.print(
+        "added: time of the replays as a share of the step; bound: no plan of the solver's kind adds less; "
+        "took: solving and dry runs; ≥: the smallest peak the solver reaches"
+    )
     infeasible = comparison.frame.query("status == 'infeasible'").sort_values(by="least_peak_bytes")
     for row in infeasible.drop_duplicates("budget_bytes").to_dict("records"):
         console.print(str(row["note"]), markup=False)

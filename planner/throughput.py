@@ -27,12 +27,12 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     rates.annotate(
         f"chosen: {best.size}",
         (best.size, best.samples_per_second or 0.0),
-        xytext=(0, -18),
+        xytext=(0, 12),
         textcoords="offset points",
         ha="center",
         fontsize=9,
     )
-    rates.set_ylim(bottom=0)
+    rates.set_ylim(0, 1.2 * (best.samples_per_second or 1.0))
     rates.set_ylabel("predicted throughput [samples/s]")
     known = [entry for entry in search.tried if entry.unplanned_peak_bytes is not None]
     unit, name = byte_unit(search.budget_bytes)
