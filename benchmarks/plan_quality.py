@@ -1,0 +1,207 @@
+"""How much time each solver's plans add, and how far the peak can fall.
+
+    python benchmarks/plan_quality.py --models M4 M5
+    python benchmarks/plan_quality.py --tables least --stage-shares 0.02 0.005
+
+Three tables. `budgets`: added time, as a share of the step, under budgets given as shares of the unplanned peak of the
+whole step. `trial`: the same peaks as a first trial of this method reached, and the share of a forward that it
+recomputed for them. `least`: the smallest peak within reach. The last two have dropout off and gradients allocated
+beforehand, and count peaks above what is alive at the step's entry, as the trial did.
+"""
+
+import time
+from dataclasses import replace
+
+from models import build
+from remat.planner import InfeasibleBudgetError, Planner, verify
+from remat.planner.explain import explain_peak
+from remat.planner.host import host_costs
+from remat.planner.problem import Bridge
+from remat.profiler.stages import SHARE, cut
+from remat.solvers import SOLVERS, BudgetTooSmallError, Solution, simulate
+from tables import Table, options, publish, scale_note
+
+COLUMNS = ("all", "uniform", "sqrt", "greedy", "dp", "dp_nested", "ilp")
+PLAIN = ("dp", "ilp")
+"""Solvers that are run without save sets as well."""
+TRIAL = (
+    ("M1s", 0.46, 0.49),
+    ("M3", 0.35, 0.44),
+    ("M3", 0.32, 0.53),
+    ("M4", 0.29, 0.61),
+    ("M4", 0.19, 0.88),
+    ("M5", 0.70, 0.37),
+)
+"""Model, peak above entry as a share of the unplanned one, and the share of a forward recomputed for it."""
+TARGETS = {"M1s": 0.175, "M1e": 0.155, "M2": 0.24, "M3": 0.30, "M4": 0.17, "M5": 0.50}
+EVERY_BLOCK = {"M1s": 0.194, "M1e": 0.175, "M2": 0.273, "M3": 0.423, "M4": 0.551, "M5": 0.631}
+
+
+def main() -> None:
+    parser = options(__doc__, ("M4", "M5", "M2", "M1s", "M3", "M1e"), "plan_quality")
+    parser.add_argument("--tables", nargs="+", default=["budgets", "trial", "least"], help="which of the three")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[80, 60, 50, 40, 30, 20], help="per cent")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each solve")
+    parser.add_argument("--stage-shares", nargs="+", type=float, default=[SHARE], help="how finely stages are cut")
+    parser.add_argument("--measure", action="store_true", help="run the plans of the second table as well")
+    given = parser.parse_args()
+    makers = {"budgets": budgets_table, "trial": trial_table, "least": least_table}
+    for name in given.tables:
+        # A file for each table, so that one can be measured again without the others.
+        publish(f"{given.script}_{name}", [makers[name](given)], given.out)
+
+
+def budgets_table(given) -> Table:
+    """Solve every budget with every solver, save sets allowed and not."""
+    rows: list[dict] = []
+    for name in given.models:
+        model, batch, loss = build(name, scale=given.scale)
+        planner = Planner.of(model, batch, loss=loss, repeats=1)
+        plain = without_save_sets(planner)
+        peak = planner.profile.peak_bytes()
+        least = least_solution(planner.bridge, "dp").peak_bytes
+        started = time.perf_counter()
+        for share in (*given.budgets, None):
+            limit = least if share is None else int(share / 100 * peak)
+            label = f"least: {100 * least / peak:.1f} %" if share is None else f"{share} %"
+            row = {"model": name, "budget": label}
+            row |= {column: cell_of(planner.bridge, column, limit, given.time_limit)[0] for column in COLUMNS[:4]}
+            bound = 0.0
+            for bridge, suffix in ((plain, " without save sets"), (planner.bridge, "")):
+                for column in COLUMNS[4:]:
+                    if suffix and column not in PLAIN:
+                        continue
+                    row[column + suffix], bound = cell_of(bridge, column, limit, given.time_limit)
+            row["proven bound of ilp"] = bound
+            rows.append(row)
+            print(row, f"{time.perf_counter() - started:.0f} s", flush=True)
+    text = (
+        "Per cent of the step's time added, by the simulator that prices all solvers alike (no dry run); where nothing "
+        f"fits, the least peak that the solver reaches, as a share of the unplanned one. At most "
+        f"{given.time_limit:g} s a solve; * marks plans cut short by it."
+    )
+    return Table(name="plan_quality_budgets", title=text, rows=rows, notes=scale_note(given.scale))
+
+
+def cell_of(bridge: Bridge, solver: str, limit: int, time_limit_s: float) -> tuple[str, float]:
+    """Return added per cent and the proven bound, or the least peak as text."""
+    step_ns = max(1, bridge.profile.step_ns)
+    try:
+        solution = SOLVERS[solver](bridge.problem(limit), time_limit_s=time_limit_s)
+    except BudgetTooSmallError as error:
+        return f"≥ {100 * error.least_peak_bytes / bridge.profile.peak_bytes():.1f} % peak", 0.0
+    mark = "*" if solution.status.value == "time_limit" else ""
+    return f"{100 * solution.added_ns / step_ns:.2f}{mark}", 100 * solution.lower_bound_ns / step_ns
+
+
+def trial_table(given) -> Table:
+    """Plan the peaks that the first trial reached."""
+    rows: list[dict] = []
+    planners: dict[str, tuple] = {}
+    for name, share, recomputed in TRIAL:
+        if name not in given.models:
+            continue
+        if name not in planners:
+            model, batch, loss = build(name, dropout=0.0, scale=given.scale)
+            planner = Planner.of(model, batch, loss=loss, accumulation=True, repeats=1)
+            planners[name] = (model, batch, loss, planner)
+        model, batch, loss, planner = planners[name]
+        fixed, peak = planner.profile.fixed_bytes(), planner.profile.peak_bytes()
+        row: dict = {"model": name, "peak above entry": share, "trial: forward recomputed": recomputed}
+        for label, which, solver in (
+            ("dp without save sets", without_save_sets(planner), "dp"),
+            ("dp", planner.bridge, "dp"),
+            ("ilp", planner.bridge, "ilp"),
+            ("dp_nested", planner.bridge, "dp_nested"),
+        ):
+            started = time.perf_counter()
+            budget = fixed + int(share * (peak - fixed))
+            try:
+                chosen = replace_bridge(planner, which)
+                plan = chosen.plan(budget, solver=solver, time_limit_s=given.time_limit)
+            except InfeasibleBudgetError as error:
+                row[f"{label}: forward recomputed"] = f"≥ {(error.least_peak_bytes - fixed) / (peak - fixed):.3f} peak"
+            else:
+                row[f"{label}: forward recomputed"] = (
+                    plan.predicted_overhead * planner.profile.step_ns / planner.profile.forward_ns
+                )
+                row[f"{label}: peak"] = (plan.predicted_peak_bytes - fixed) / (peak - fixed)
+                if given.measure and label == "ilp":
+                    found = verify(model, batch, plan, loss=loss, repeats=0)
+                    row["ilp: measured peak"] = (found.measured_peak_bytes - fixed) / (peak - fixed)
+            print(row, f"{time.perf_counter() - started:.0f} s", flush=True)
+        rows.append(row)
+    text = (
+        "A first trial's peaks (above the step's entry, as shares of the unplanned one; dropout off, gradients "
+        "allocated beforehand), and the share of a forward recomputed for each; replays' own overhead is counted"
+    )
+    return Table(name="plan_quality_trial", title=text, rows=rows, notes=scale_note(given.scale))
+
+
+def least_table(given) -> Table:
+    """Find the smallest peak within reach; only bytes matter, so nothing is timed."""
+    rows: list[dict] = []
+    notes: list[str] = []
+    for name in given.models:
+        model, batch, loss = build(name, dropout=0.0, scale=given.scale)
+        recorded = Planner.of(model, batch, loss=loss, accumulation=True, save_sets=False, repeats=0)
+        fixed, peak = recorded.profile.fixed_bytes(), recorded.profile.peak_bytes()
+        for stage_share in given.stage_shares:
+            planner = recut(recorded, stage_share) if stage_share != SHARE else recorded
+            row: dict = {"model": name, "stage share": stage_share, "stages": len(planner.profile.stages)}
+            row |= {"candidates": len(planner.bridge.candidates), "target": TARGETS.get(name)}
+            row["every block, trial"] = EVERY_BLOCK.get(name)
+            for solver in ("all", "dp", "dp_nested"):
+                started = time.perf_counter()
+                solution = least_solution(planner.bridge, solver)
+                trial = planner.trial(solution)
+                row[f"{solver}: simulated"] = (solution.peak_bytes - fixed) / (peak - fixed)
+                row[f"{solver}: dry run"] = (trial.peak_bytes - fixed) / (peak - fixed)
+                row[f"{solver}: s"] = time.perf_counter() - started
+                if solver != "all":
+                    place = simulate(planner.bridge.problem(1), solution.segments)
+                    stage = planner.profile.stages[place.stage].name if place.stage >= 0 else "no stage"
+                    notes.append(
+                        f"- {name}, stages of {stage_share:g}, {solver}: simulated peak in {place.phase} of {stage}; "
+                        f"dry run: {explain_peak(trial.recording, planner.profile, trial.peak_bytes, limit=6)}"
+                    )
+                    print(notes[-1], flush=True)
+            if name in TARGETS:
+                row["target met"] = min(row["dp: dry run"], row["dp_nested: dry run"]) <= TARGETS[name]
+            rows.append(row)
+            print(row, flush=True)
+    text = (
+        "The smallest reachable peak above the step's entry, as a share of the unplanned one (dropout off, gradients "
+        "allocated beforehand)"
+    )
+    return Table(name="plan_quality_least", title=text, rows=rows, notes=[*scale_note(given.scale), "\n".join(notes)])
+
+
+def without_save_sets(planner: Planner) -> Bridge:
+    """Return a bridge of the same profile that offers no save sets."""
+    return Bridge(planner.profile, host_costs(planner.session.device), save_sets=False)
+
+
+def replace_bridge(planner: Planner, bridge: Bridge) -> Planner:
+    """Return a planner over the same profile with another bridge."""
+    return Planner(bridge.profile, bridge, planner.session, planner.optimizer)
+
+
+def recut(planner: Planner, stage_share: float) -> Planner:
+    """Return a planner of the same step, its stages cut more or less finely."""
+    profile = planner.profile
+    stages = cut(profile.calls, profile.storages, profile.loss_stop, stage_share)
+    bridge = Bridge(replace(profile, stages=stages), host_costs(planner.session.device), save_sets=False)
+    return replace_bridge(planner, bridge)
+
+
+def least_solution(bridge: Bridge, solver: str) -> Solution:
+    """Return the plan of the least peak that a solver reaches, by its model."""
+    try:
+        return SOLVERS[solver](bridge.problem(1))
+    except BudgetTooSmallError as error:
+        return error.solution
+
+
+if __name__ == "__main__":
+    main()
