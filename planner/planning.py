@@ -172,7 +172,7 @@ class Planner:
         say = progress or silent
         best: Trial | None = None
         least: Trial | None = None
-        target, ceiling = limit, None
+        target, ceiling, infeasible = limit, None, False
         tried: set[tuple[Segment, ...]] = set()
         for round_number in range(1, ROUNDS + 1):
             say(f"{solver}, round {round_number}: solving for {format_bytes(target)}")
@@ -204,17 +204,30 @@ class Planner:
             elif infeasible:
                 break
             else:
-                ceiling = target if ceiling is None else min(ceiling, target)
-                target -= max(trial.peak_bytes - limit, 1)
+                # Below this plan's own simulated peak, or a solver may well answer with the same plan again.
+                ceiling = solution.peak_bytes if ceiling is None else min(ceiling, solution.peak_bytes)
+                target = solution.peak_bytes - max(trial.peak_bytes - limit, 1)
         if best is not None:
             return self._plan_of(best, asked, headroom)
         assert least is not None
+        if not infeasible:
+            least = self._smaller(least, solver, time_limit_s)
+            if least.peak_bytes <= limit:
+                return self._plan_of(least, asked, headroom)
         unplanned_peak = self.profile.peak_bytes()
         if least.peak_bytes > unplanned_peak:
             least = self.trial(SOLVERS["none"](self.bridge.problem(unplanned_peak)))
             if least.peak_bytes <= limit:
                 return self._plan_of(least, asked, headroom)
         raise self._infeasible(least, asked, limit, headroom)
+
+    def _smaller(self, least: Trial, solver: str, time_limit_s: float | None) -> Trial:
+        """Return the trial of the solver's plan of least peak, or the one given if that is smaller."""
+        try:
+            solution = SOLVERS[solver](self.bridge.problem(1), time_limit_s=time_limit_s)
+        except BudgetTooSmallError as error:
+            solution = error.solution
+        return min(least, self.trial(solution), key=lambda trial: trial.peak_bytes)
 
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""

@@ -129,7 +129,9 @@ class LabelSearch:
                 break
             most_ns = best_ns - 1 if gap == 0.0 else int(best_ns * (1.0 - gap))
             try:
-                found = self._search(ahead, most_ns=most_ns, width=width, deadline=deadline)
+                # The beam is short and always runs: without it a deadline leaves only the plan of least memory.
+                until = deadline if width is None else None
+                found = self._search(ahead, most_ns=most_ns, width=width, deadline=until)
             except TimeoutError:
                 return Path(edges=best, added_ns=best_ns, bound_ns=bound, finished=False)
             if found is not None:
