@@ -16,6 +16,7 @@ from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .plan import Plan
 from .planning import Planner, check_solver
+from .verify import verify
 
 _BYTES = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "least_peak_bytes", "segments")
 _SHARES = ("predicted_overhead", "measured_overhead", "lower_bound_overhead", "gap", "solve_seconds")
@@ -170,6 +171,7 @@ def compare(
     measure: bool = False,
     planner: Planner | None = None,
     time_limit_s: float | None = 20.0,
+    gap: float = 0.0,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Plan every budget with every solver from one profile.
@@ -187,6 +189,7 @@ def compare(
         measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real.
         planner: What `Planner.of` returned for this model and batch; then nothing is profiled.
         time_limit_s: Seconds for each solve; a plan may take several.
+        gap: As for `plan`.
         progress: Called with a few words before each phase.
 
     Raises:
@@ -201,7 +204,7 @@ def compare(
         parse_budget(budget, 1 << 40)
     if planner is None:
         planner = Planner.of(model, batch, loss=loss, optimizer=optimizer, accumulation=accumulation, progress=progress)
-    run = _Run(planner, time_limit_s, progress)
+    run = _Run(planner, {"time_limit_s": time_limit_s, "gap": gap, "progress": progress})
     for budget in budgets:
         for solver in solvers:
             run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
@@ -213,8 +216,8 @@ def compare(
 class _Run:
     """Collect rows and plans."""
 
-    def __init__(self, planner: Planner, time_limit_s: float | None, progress: Callable[[str], None] | None) -> None:
-        self.planner, self.time_limit_s, self.progress = planner, time_limit_s, progress
+    def __init__(self, planner: Planner, options: dict[str, Any]) -> None:
+        self.planner, self.options = planner, options
         self.rows: dict[tuple[str, int], dict[str, Any]] = {}
         self.plans: dict[tuple[str, int], Plan] = {}
         self.least: dict[str, Plan] = {}
@@ -223,9 +226,7 @@ class _Run:
         started = time.perf_counter()
         row: dict[str, Any] = {"solver": solver, "budget_bytes": budget_bytes}
         try:
-            plan = self.planner.plan(
-                budget_bytes, solver=solver, time_limit_s=self.time_limit_s, progress=self.progress
-            )
+            plan = self.planner.plan(budget_bytes, solver=solver, **self.options)
         except InfeasibleBudgetError as error:
             plan = error.plan
             row |= {"status": "infeasible", "note": str(error), "least_peak_bytes": error.least_peak_bytes}
@@ -247,12 +248,8 @@ class _Run:
             self.least[solver] = plan
 
     def measure(self, model: nn.Module, batch: object, loss: Loss | None) -> None:
-        from .verify import verify
-
         for (solver, budget_bytes), plan in self.plans.items():
-            if self.progress is not None:
-                self.progress(f"measuring {solver} at {format_bytes(budget_bytes)}")
-            found = verify(model, batch, plan, loss=loss, repeats=2)
+            found = verify(model, batch, plan, loss=loss, repeats=2, progress=self.options["progress"])
             self.rows[solver, budget_bytes] |= {
                 "measured_peak_bytes": found.measured_peak_bytes,
                 "measured_overhead": found.measured_overhead,
