@@ -2,7 +2,9 @@
 
 from .apply import Applied, apply
 from .budget import BudgetError
+from .compare import Comparison, compare
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
+from .largest_batch import BatchSearch, largest_batch
 from .plan import Plan
 from .planning import Planner, plan
 from .verify import Verification, verify
@@ -10,7 +12,9 @@ from .verify import Verification, verify
 __all__ = [
     "Applied",
     "ApplyError",
+    "BatchSearch",
     "BudgetError",
+    "Comparison",
     "InfeasibleBudgetError",
     "Plan",
     "PlanError",
@@ -20,6 +24,8 @@ __all__ = [
     "ReplayStateError",
     "Verification",
     "apply",
+    "compare",
+    "largest_batch",
     "plan",
     "verify",
 ]

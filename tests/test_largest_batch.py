@@ -1,5 +1,6 @@
 """`largest_batch` finds the size that trains most samples per second, and does not try what cannot fit."""
 
+import sys
 from functools import cache
 
 import pytest
@@ -87,7 +88,7 @@ def test_without_sizes_it_doubles_and_then_looks_around_the_best(monkeypatch):
             self.plans[size] = None
         return entry
 
-    monkeypatch.setattr("remat.planner.largest_batch._Search.try_size", fake)
+    monkeypatch.setattr(sys.modules[largest_batch.__module__]._Search, "try_size", fake)
     search = largest_batch(make_batch, BUDGET, model=build(blocks=1)[0])
     sizes = [entry.size for entry in search.tried]
     assert {1, 2, 4, 8, 16, 32, 64} <= set(sizes)
