@@ -1,0 +1,104 @@
+"""What people write by hand: torch.utils.checkpoint around blocks, and timing of several ways in turn."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Arm = Callable[[], AbstractContextManager]
+
+
+@contextmanager
+def each_checkpointed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Call every one of these modules under a checkpoint of its own."""
+    for module in modules:
+        module.forward = _checkpointed(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _checkpointed(forward: Callable) -> Callable:
+    def wrapped(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def runs_checkpointed(chain: nn.Sequential, runs: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Call these runs of a chain's members under a checkpoint each, the other members as they are."""
+    members = list(chain)
+    first = {run[0]: run for run in runs}
+
+    def forward(value):
+        position = 0
+        while position < len(members):
+            run = first.get(position)
+            if run is None:
+                value = members[position](value)
+                position += 1
+            else:
+                value = checkpoint(_run_of([members[index] for index in run]), value, use_reentrant=False)
+                position += len(run)
+        return value
+
+    chain.forward = forward
+    try:
+        yield
+    finally:
+        del chain.forward
+
+
+def _run_of(members: Sequence[nn.Module]) -> Callable:
+    def run(value):
+        for member in members:
+            value = member(value)
+        return value
+
+    return run
+
+
+def interleaved(
+    step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
+) -> dict[str, list[float]]:
+    """Time a step under every arm, in turn, after one round that warms up; seconds by arm.
+
+    The order turns round with every round, so that neither drift nor neighbours favour an arm.
+
+    Args:
+        step: What to time.
+        arms: By name, what to be inside of.
+        rounds: How often each is timed.
+        warm: Run the step once untimed each time an arm is entered, so that work done once an entry does not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(rounds + 1):
+        for name in names if number % 2 else reversed(names):
+            with arms[name]():
+                if warm:
+                    step()
+                started = time.perf_counter()
+                step()
+                taken = time.perf_counter() - started
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], arm: str, base: str) -> float:
+    """Return the ratio of two arms' medians."""
+    return median(seconds[arm]) / median(seconds[base])
+
+
+def largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest absolute difference between two sets of gradients."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
