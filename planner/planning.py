@@ -27,7 +27,7 @@ from .problem import Bridge
 ROUNDS = 8
 """Most rounds of solving and dry-running."""
 CLOSE = 0.002
-"""A dry run within this share below the budget is close enough."""
+"""A memory model that overstated a plan by less than this share of the budget is not asked again."""
 
 
 def plan(
@@ -192,13 +192,11 @@ class Planner:
             if trial.peak_bytes <= limit:
                 if best is None or trial.solution.added_ns < best.solution.added_ns:
                     best = trial
-                slack = limit - trial.peak_bytes
-                if infeasible or solution.added_ns == 0 or slack <= CLOSE * limit:
-                    break
-                raised = target + slack
+                overstated = solution.peak_bytes - trial.peak_bytes
+                raised = target + overstated
                 if ceiling is not None:
                     raised = min(raised, (target + ceiling) // 2)
-                if raised <= target + CLOSE * limit / 4:
+                if infeasible or solution.added_ns == 0 or raised <= target + CLOSE * limit:
                     break
                 target = raised
             elif infeasible:
