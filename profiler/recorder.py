@@ -143,8 +143,27 @@ class Recorder(TorchDispatchMode):
     def stop(self) -> None:
         """Take no more deaths: what is alive now outlives the recording. Fill in the operators' scratch."""
         self._stopped = True
+        self._accumulate_in_place()
         if self._scratch is not None:
             self.recording.fill_scratch(self._scratch)
+
+    def _accumulate_in_place(self) -> None:
+        """Let a sum of gradients take the place of its first term, as it does when no dispatch mode watches.
+
+        Autograd adds a second gradient to a waiting one in place if nothing else holds that; under a dispatch mode it
+        makes a new tensor. A waiting gradient is a term that an earlier node made and that dies with the sum.
+        """
+        operators, storages = self.recording.operators, self.recording.storages
+        for k in range(self.recording.loss_stop, len(operators)):
+            added = operators[k]
+            if added.name != "aten.add.Tensor" or added.grad_enabled or len(added.produces) != 1:
+                continue
+            for index in added.reads:
+                waiting = storages[index]
+                earlier = waiting.born >= 0 and operators[waiting.born].sequence != added.sequence
+                if earlier and waiting.last == k and waiting.nbytes == added.output_bytes:
+                    waiting.last = k - 1
+                    break
 
     def identify(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
         """Return the number of a tensor's storage, and whether it was not known before.
@@ -256,7 +275,7 @@ class Recorder(TorchDispatchMode):
             for name, module in model.named_modules():
                 handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True)
                 stack.callback(handle.remove)
-                handle = module.register_forward_hook(_Leave(self), prepend=True, with_kwargs=True, always_call=True)
+                handle = module.register_forward_hook(_Leave(self, name), prepend=True, with_kwargs=True, always_call=True)
                 stack.callback(handle.remove)
             yield
 
@@ -277,8 +296,13 @@ class Recorder(TorchDispatchMode):
         self.recording.calls.append(call)
         self._finish_attributes.append(_observe(module, inputs))
 
-    def leave(self) -> None:
-        """End the innermost module call."""
+    def leave(self, name: str) -> None:
+        """End the innermost module call, if it is one of this module.
+
+        Where a replay stops in a hook before ours, torch still calls the hook after the call that never began.
+        """
+        if self._stack[-1] < 0 or self.recording.calls[self._stack[-1]].module != name:
+            return
         self._settle()
         call = self.recording.calls[self._stack.pop()]
         call.stop = len(self.recording.operators)
@@ -294,11 +318,11 @@ class _Enter:
 
 
 class _Leave:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._recorder.leave()
+        self._recorder.leave(self._name)
 
 
 _BATCH_NORMS = frozenset(
