@@ -9,6 +9,7 @@ BIN := .venv/bin
 TOOLS := .venv/.tools
 WHEEL := .venv/.wheel
 SOURCES := $(shell find planner profiler solvers -name '*.py' -o -name '*.html' -o -name py.typed)
+BENCHMARKS ?= accuracy plan_quality planning_time apply_cost peers solver_scale
 # The first of these that is Python 3.11 or newer; `make PYTHON=/path/to/python test` takes another.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$name" && break; done)
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 help:
 	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in about a minute'
 	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
-	@echo 'make bench      measure what the tables of the README show'
+	@echo 'make bench      run the benchmarks (hours), or one: make bench BENCHMARKS=accuracy'
 	@echo 'make gpu-check  compare predictions with a CUDA device, where there is one'
 	@echo 'make clean      remove .venv and everything built'
 
@@ -34,7 +35,7 @@ check: $(WHEEL)
 	cd / && '$(CURDIR)/$(BIN)/python' -c 'import remat.planner as p; assert "site-packages" in p.__file__, p.__file__'
 
 bench: $(WHEEL)
-	@shopt -s nullglob; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py"; done
 
 gpu-check: $(WHEEL)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
