@@ -45,7 +45,7 @@ def main() -> int:
     verdict = "all checks passed" if not failures else f"{len(failures)} checks failed"
     title = f"{model}, bfloat16, on {where}: {verdict}"
     table = Table(name=f"gpu_check_{device.type}", title=title, rows=rows, notes=[f"- {item}" for item in failures])
-    publish(f"gpu_check_{device.type}", [table], given.out)
+    publish("gpu_check", [table], given.out, name=table.name)
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0

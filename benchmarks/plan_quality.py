@@ -48,7 +48,7 @@ def main() -> None:
     makers = {"budgets": budgets_table, "trial": trial_table, "least": least_table}
     for name in given.tables:
         # A file for each table, so that one can be measured again without the others.
-        publish(f"{given.script}_{name}", [makers[name](given)], given.out)
+        publish(given.script, [makers[name](given)], given.out, name=f"{given.script}_{name}")
 
 
 def budgets_table(given) -> Table:

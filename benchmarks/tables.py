@@ -63,8 +63,8 @@ def cell(value: object) -> str:
     return str(value).replace("|", "\\|")
 
 
-def publish(script: str, tables: Iterable[Table], folder: Path) -> None:
-    """Print the tables, and write `script`.md and one CSV a table."""
+def publish(script: str, tables: Iterable[Table], folder: Path, *, name: str | None = None) -> None:
+    """Print the tables, and write `name`.md (by default `script`.md) and one CSV a table."""
     folder.mkdir(parents=True, exist_ok=True)
     header = measured_on()
     parts = [f"Measured with `benchmarks/{script}.py`, {header}."]
@@ -72,7 +72,7 @@ def publish(script: str, tables: Iterable[Table], folder: Path) -> None:
         table.write_csv(folder, header)
         parts.append(table.markdown())
     text = "\n\n".join(parts) + "\n"
-    (folder / f"{script}.md").write_text(text)
+    (folder / f"{name or script}.md").write_text(text)
     print(text)
 
 
