@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -23,9 +23,12 @@ from .fingerprint import Fingerprint
 from .host import host_costs
 from .plan import BatchTensor, Call, Plan, PlannedSegment, SavedOperator
 from .problem import Bridge
+from .trial import Fault, Trials
 
 ROUNDS = 8
 """Most rounds of solving and dry-running."""
+CHECKS = 12
+"""Most times to plan again without the segments whose replay computed something else."""
 CLOSE = 0.002
 """A memory model that overstated a plan by less than this share of the budget is not asked again."""
 
@@ -45,6 +48,7 @@ def plan(
     time_limit_s: float | None = None,
     gap: float = 0.0,
     planner: Planner | None = None,
+    check: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Find where to checkpoint so that the step fits the budget and the added time is least.
@@ -65,6 +69,8 @@ def plan(
         time_limit_s: Seconds for each solve.
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
+        check: Run the planned and the unmodified step once for real, and plan again without the segments whose replay
+            computes something else.
         progress: Called with a few words before each phase.
 
     Raises:
@@ -86,7 +92,15 @@ def plan(
             cross_operators=cross_operators,
             progress=progress,
         )
-    return planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit_s, gap=gap, progress=progress)
+    return planner.plan(
+        budget,
+        solver=solver,
+        headroom=headroom,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        check=check,
+        progress=progress,
+    )
 
 
 def check_solver(solver: str) -> None:
@@ -109,6 +123,15 @@ class Trial:
     peak_bytes: int
 
 
+class _DryRunFailedError(Exception):
+    """Carry the segments under which a step failed that runs without them."""
+
+    def __init__(self, segments: tuple[PlannedSegment, ...], cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.segments = segments
+        self.cause = cause
+
+
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Hold one profiled step, from which any number of budgets can be planned.
@@ -118,12 +141,14 @@ class Planner:
         bridge: Its stages and candidates.
         session: Records the planned steps as the unplanned one was recorded.
         optimizer: Name of the optimizer counted, or "".
+        trials: Runs plans for real to see that they compute the same.
     """
 
     profile: Profile
     bridge: Bridge
     session: Session
     optimizer: str
+    trials: Trials = field(default_factory=Trials, compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -163,6 +188,7 @@ class Planner:
         headroom: float = 0.0,
         time_limit_s: float | None = None,
         gap: float = 0.0,
+        check: bool = True,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
         """Plan for one budget; see `plan`."""
@@ -170,6 +196,47 @@ class Planner:
         asked = parse_budget(budget, self.profile.peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent
+        for _ in range(CHECKS):
+            found = self._search_or_failure(limit, solver, time_limit_s, gap, say)
+            faults = self._faults(found.segments, say) if check else []
+            if not faults:
+                break
+            for fault in faults:
+                self._refuse(fault)
+        else:
+            found = self._unplanned_trial()
+        if isinstance(found, _DryRunFailedError):
+            raise found.cause
+        if found.peak_bytes <= limit:
+            return self._plan_of(found, asked, headroom)
+        raise self._infeasible(found, asked, limit, headroom)
+
+    def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
+        say(f"running {len(segments)} segments against the unmodified step")
+        needed = self.profile.peak_bytes() - self.profile.fixed_bytes()
+        return self.trials.check(self.session.step, segments, needed)
+
+    def _refuse(self, fault: Fault) -> None:
+        members = [call for segment in fault.segments for call in segment.members]
+        name = ", ".join(str(segment) for segment in fault.segments)
+        reason = f"computes something else in a replay ({fault.reason})"
+        self.bridge.refuse([(call.module, call.index) for call in members], name, reason)
+
+    def _unplanned_trial(self) -> Trial:
+        return self.trial(SOLVERS["none"](self.bridge.problem(self.profile.peak_bytes())))
+
+    def _search_or_failure(
+        self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
+    ) -> Trial | _DryRunFailedError:
+        try:
+            return self._search(limit, solver, time_limit_s, gap, say)
+        except _DryRunFailedError as failed:
+            return failed
+
+    def _search(
+        self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
+    ) -> Trial:
+        """Solve and dry-run until a plan fits the limit; else return the trial of least peak."""
         best: Trial | None = None
         least: Trial | None = None
         target, ceiling, infeasible = limit, None, False
@@ -206,18 +273,11 @@ class Planner:
                 ceiling = solution.peak_bytes if ceiling is None else min(ceiling, solution.peak_bytes)
                 target = solution.peak_bytes - max(trial.peak_bytes - limit, 1)
         if best is not None:
-            return self._plan_of(best, asked, headroom)
+            return best
         assert least is not None
         if not infeasible:
             least = self._smaller(least, solver, time_limit_s)
-            if least.peak_bytes <= limit:
-                return self._plan_of(least, asked, headroom)
-        unplanned_peak = self.profile.peak_bytes()
-        if least.peak_bytes > unplanned_peak:
-            least = self.trial(SOLVERS["none"](self.bridge.problem(unplanned_peak)))
-            if least.peak_bytes <= limit:
-                return self._plan_of(least, asked, headroom)
-        raise self._infeasible(least, asked, limit, headroom)
+        return self._unplanned_trial() if least.peak_bytes > self.profile.peak_bytes() else least
 
     def _smaller(self, least: Trial, solver: str, time_limit_s: float | None) -> Trial:
         """Return the trial of the solver's plan of least peak, or the one given if that is smaller."""
@@ -231,8 +291,11 @@ class Planner:
         """Apply a solution's segments, record the planned step, and take them off again."""
         segments = tuple(self.planned_segment(segment) for segment in solution.segments)
         model = self.session.step.model
-        with unplanned(model), apply_segments(model, segments, training=model.training):
-            recording = self.session.record(self.profile.bytes_from, planned=True)
+        try:
+            with unplanned(model), apply_segments(model, segments, training=model.training):
+                recording = self.session.record(self.profile.bytes_from, planned=True)
+        except Exception as error:
+            raise _DryRunFailedError(segments, error) from error
         parts = self.profile.parts
         alive = recording.peak_bytes() + parts.optimizer + self.unseen_bytes(segments)
         peak = max(alive, parts.optimizer_step_peak)
@@ -299,7 +362,11 @@ class Planner:
             fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
             batch=_batch_tensors(self.session),
             versions=_versions(),
-            notes=(*recorded.notes, *([solution.note] if solution.note else []), *refusals),
+            notes=tuple(
+                dict.fromkeys(
+                    note for note in (*recorded.notes, solution.note, self.trials.unchecked, *refusals) if note
+                )
+            ),
         )
 
     def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float) -> InfeasibleBudgetError:

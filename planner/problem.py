@@ -63,6 +63,7 @@ class Bridge:
         )
         self.stages = self._stages()
         self.candidates = self._candidates()
+        self._refused: list[Refusal] = []
 
     def problem(self, budget_bytes: int) -> Problem:
         """State the problem for a budget in bytes."""
@@ -84,7 +85,27 @@ class Bridge:
             for call in self.profile.calls
             for finding in call.findings
             if call.parent >= 0
-        ]
+        ] + self._refused
+
+    def refuse(self, calls: Iterable[tuple[str, int]], name: str, reason: str) -> None:
+        """Offer no segment any more that holds all of these calls, as replaying them was seen to go wrong.
+
+        Args:
+            calls: Module and call index of each.
+            name: What to call them in a report.
+            reason: Continues "it": what the replay did.
+        """
+        wanted = set(calls)
+        spans = [(call.start, call.stop) for call in self.profile.calls if (call.module, call.index) in wanted]
+        assert spans
+        first, end = min(start for start, _ in spans), max(stop for _, stop in spans)
+        self._unreplayable.append((first, end))
+        self._refused.append(Refusal(name, reason))
+        self.candidates = tuple(
+            candidate
+            for candidate in self.candidates
+            if not (self.bounds[candidate.start] <= first and end <= self.bounds[candidate.stop])
+        )
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Return the operators of an interval of stages, half open."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,29 +21,7 @@ from .apply import apply_segments, unplanned
 from .budget import format_bytes
 from .plan import Plan
 from .planning import silent
-
-Values = dict[str, torch.Tensor]
-Arm = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Compare one kind of result over all its tensors.
-
-    Attributes:
-        compared: How many tensors were compared.
-        unequal: Names of those that are not equal bit for bit; two NaNs at one place are equal.
-        largest: The largest absolute difference; infinite where shapes, or NaNs, differ.
-    """
-
-    compared: int
-    unequal: tuple[str, ...]
-    largest: float
-
-    def __str__(self) -> str:
-        if not self.unequal:
-            return f"bitwise equal ({self.compared})"
-        return f"{len(self.unequal)} of {self.compared} differ, by up to {self.largest:.3g} (first: {self.unequal[0]})"
+from .results import Arm, Difference, run_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +132,13 @@ class _Bench:
     def run(self) -> Verification:
         fits = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes() < 0.9 * free_memory_bytes(self.device)
         self.say("running the planned step")
-        planned = self._results(self._planned)
+        planned = run_steps(self.step, self._planned, self.steps)
         self.say("running the unmodified step")
-        reference = self._results(nullcontext if fits else self._planned)
-        again = self._results(nullcontext) if fits else reference
-        loss, gradients, buffers = (_compare(planned[i], reference[i]) for i in range(3))
-        repeats_itself = all(not _compare(again[i], reference[i]).unequal for i in range(3))
-        same_random = _equal_states(planned[3], reference[3])
+        reference = run_steps(self.step, nullcontext if fits else self._planned, self.steps)
+        again = run_steps(self.step, nullcontext, self.steps) if fits else reference
+        loss, gradients, buffers = planned.differences(reference)
+        repeats_itself = not any(difference.unequal for difference in again.differences(reference))
+        same_random = planned.same_random_states(reference)
         self.say("measuring peaks")
         peak = self._peak(self._planned)
         unplanned_peak = self._peak(nullcontext) if fits else None
@@ -188,17 +164,6 @@ class _Bench:
 
     def _planned(self) -> AbstractContextManager[Any]:
         return apply_segments(self.step.model, self.plan.segments, training=self.plan.training)
-
-    def _results(self, arm: Arm) -> tuple[Values, Values, Values, Any]:
-        model = self.step.model
-        with preserved(model), arm():
-            _, value = self.step.train()
-            for _ in range(self.steps - 1):
-                model.zero_grad(set_to_none=True)
-                _, value = self.step.train()
-            gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            return {"loss": value.detach().clone()}, gradients, buffers, _random_states(self.device)
 
     def _entry_bytes(self) -> int:
         """Return what is alive at the step's entry and counted in every peak."""
@@ -237,37 +202,6 @@ class _Bench:
     def _time(self, arm: Arm) -> int:
         with preserved(self.step.model), arm():
             return timed_ns(lambda: train_once(self.step), self.device, 1)
-
-
-def _compare(ours: Values, theirs: Values) -> Difference:
-    unequal: list[str] = []
-    largest = 0.0
-    for name in sorted(ours.keys() | theirs.keys()):
-        a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            unequal.append(name)
-            largest = float("inf")
-        elif not _same(a, b):
-            unequal.append(name)
-            gap = (a.double() - b.double()).abs()
-            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
-    return Difference(compared=len(ours.keys() | theirs.keys()), unequal=tuple(unequal), largest=largest)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bit for bit, except that any NaN equals any NaN."""
-    if a.is_floating_point() or a.is_complex():
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    return torch.equal(a, b)
-
-
-def _random_states(device: torch.device) -> Any:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
-
-
-def _equal_states(a: Any, b: Any) -> bool:
-    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2:] == b[2:]
 
 
 def _bytes(count: int | None) -> str:

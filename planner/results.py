@@ -1,0 +1,121 @@
+"""What a training step computes, bit for bit: loss, gradients, buffers, random states, and their comparison."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..profiler.preserve import preserved
+from ..profiler.step import Step
+
+Values = dict[str, torch.Tensor]
+Arm = Callable[[], AbstractContextManager[Any]]
+"""Makes the surrounding to run a step in: nothing, or a plan applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Compare one kind of result over all its tensors.
+
+    Attributes:
+        compared: How many tensors were compared.
+        unequal: Names of those that are not equal bit for bit; two NaNs at one place are equal.
+        largest: The largest absolute difference; infinite where shapes, or NaNs, differ.
+    """
+
+    compared: int
+    unequal: tuple[str, ...]
+    largest: float
+
+    def __str__(self) -> str:
+        if not self.unequal:
+            return f"bitwise equal ({self.compared})"
+        return f"{len(self.unequal)} of {self.compared} differ, by up to {self.largest:.3g} (first: {self.unequal[0]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Hold what was computed by the end of the last step run."""
+
+    loss: Values
+    gradients: Values
+    buffers: Values
+    random_states: tuple[Any, ...]
+
+    def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
+        """Compare losses, gradients and buffers."""
+        return (
+            compare_values(self.loss, other.loss),
+            compare_values(self.gradients, other.gradients),
+            compare_values(self.buffers, other.buffers),
+        )
+
+    def same_random_states(self, other: Results) -> bool:
+        """Say whether torch's, Python's and numpy's random states are the same."""
+        ours, theirs = self.random_states, other.random_states
+        return torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
+
+    def first_difference(self, other: Results) -> str:
+        """Say in words what differs first; "" where nothing does."""
+        for name, difference in zip(("loss", "gradients", "buffers"), self.differences(other), strict=True):
+            if difference.unequal:
+                return f"{name}: {difference}"
+        return "" if self.same_random_states(other) else "the random state after the step differs"
+
+
+def run_steps(step: Step, arm: Arm, steps: int = 1) -> Results:
+    """Run training steps for real and return what they computed; the model is left as it was.
+
+    Args:
+        step: The step.
+        arm: What surrounds the steps.
+        steps: How many; parameters stay as they are, buffers and random states go on.
+    """
+    model = step.model
+    device = next(model.parameters()).device
+    with preserved(model), arm():
+        _, value = step.train()
+        for _ in range(steps - 1):
+            model.zero_grad(set_to_none=True)
+            _, value = step.train()
+        return Results(
+            loss={"loss": value.detach().clone()},
+            gradients={n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None},
+            buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+            random_states=_random_states(device),
+        )
+
+
+def compare_values(ours: Values, theirs: Values) -> Difference:
+    """Compare tensors by name."""
+    unequal: list[str] = []
+    largest = 0.0
+    for name in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            unequal.append(name)
+            largest = float("inf")
+        elif not _same(a, b):
+            unequal.append(name)
+            gap = (a.double() - b.double()).abs()
+            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+    return Difference(compared=len(ours.keys() | theirs.keys()), unequal=tuple(unequal), largest=largest)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bit for bit, except that any NaN equals any NaN."""
+    if a.is_floating_point() or a.is_complex():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    numpy: Any = np.random.get_state(legacy=True)
+    return torch.get_rng_state(), cuda, random.getstate(), numpy[1].tolist(), int(numpy[2])

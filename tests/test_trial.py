@@ -1,0 +1,176 @@
+"""A plan is run before it is handed out: what the recorder cannot see, the trial finds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from remat.planner import InfeasibleBudgetError, plan, verify
+from remat.planner.planning import Planner
+from remat.planner.trial import Trials
+from torch import nn
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    """A linear layer and an activation; `twist` gives a factor from somewhere else."""
+
+    def __init__(self, width, twist=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        # Not an attribute of its own: a closure is out of sight.
+        self.twist = twist
+
+    def forward(self, x):
+        h = torch.nn.functional.gelu(self.up(x))
+        if self.twist is not None:
+            h = h * self.twist()
+        return x + self.down(h)
+
+
+def chain(*twists):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(32, twist) for twist in twists)), torch.randn(64, 32)
+
+
+def mean_square(out):
+    return out.square().mean()
+
+
+def alternating(period):
+    """Give 1, 2, 3, ... again and again, without the model holding any state."""
+    count = itertools.count()
+    return lambda: 1.0 + next(count) % period
+
+
+def least(planner, solver="dp", **options):
+    try:
+        return planner.plan(1, solver=solver, **options)
+    except InfeasibleBudgetError as error:
+        return error.plan
+
+
+def one_twisted():
+    # Called once in a forward that repeats itself; a replay would call it a second time.
+    step = {"calls": 0}
+
+    def twist():
+        step["calls"] += 1
+        return 1.0
+
+    return twist
+
+
+class Switch(nn.Module):
+    """Its factor depends on how often it was called since the step's start, which a shared closure knows."""
+
+    def __init__(self):
+        super().__init__()
+        calls = {"n": 0}
+
+        def start(*_):
+            calls["n"] = 0
+
+        def count():
+            calls["n"] += 1
+            return float(calls["n"])
+
+        self.blocks = nn.Sequential(*(Block(32, count if i == 1 else None) for i in range(4)))
+        self.start = start
+
+    def forward(self, x):
+        self.start()
+        return self.blocks(x)
+
+
+def switch():
+    torch.manual_seed(0)
+    return Switch(), torch.randn(64, 32)
+
+
+@pytest.mark.parametrize("solver", ["dp", "ilp", "all"])
+def test_a_block_whose_replay_silently_differs_is_found_and_left_out(solver):
+    model, x = switch()
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    blind = least(planner, solver, check=False)
+    assert not verify(model, x, blind, loss=mean_square, repeats=0).exact
+    found = least(planner, solver)
+    assert found.segments
+    assert verify(model, x, found, loss=mean_square, steps=2, repeats=0).exact
+    assert any("blocks.1" in note and "computes something else in a replay" in note for note in found.notes)
+    assert not any(call.module == "blocks.1" for s in found.segments for part in s.walk() for call in part.members)
+
+
+def test_what_was_found_for_one_budget_holds_for_the_next():
+    model, x = switch()
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    least(planner)
+    again = planner.plan("85%", solver="dp")
+    assert verify(model, x, again, loss=mean_square, repeats=0).exact
+
+
+def test_state_that_moves_on_with_every_call_is_not_blamed_on_a_plan():
+    model, x = chain(None, alternating(1000), None)
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    found = least(planner)
+    assert any("does not repeat itself" in note for note in found.notes)
+
+
+def test_a_model_that_replays_exactly_keeps_its_plan():
+    model, x = chain(None, one_twisted(), None)
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    assert least(planner, check=True).segments == least(planner, check=False).segments
+
+
+def test_a_step_that_does_not_fit_is_not_run_and_the_plan_says_so(monkeypatch):
+    model, x = chain(None, None, None)
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    monkeypatch.setattr("remat.planner.trial.free_memory_bytes", lambda device: 1)
+    assert any("was not compared" in note for note in least(planner).notes)
+
+
+def test_the_unmodified_step_is_run_once_for_all_plans(monkeypatch):
+    model, x = chain(None, None, None)
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    runs = []
+    monkeypatch.setattr(type(planner.session.step), "train", counting(type(planner.session.step).train, runs))
+    planner.plan("85%", solver="dp")
+    first = len(runs)
+    planner.plan("88%", solver="dp")
+    assert (first, len(runs)) == (2, 3)
+
+
+def counting(function, runs):
+    def counted(*args):
+        runs.append(1)
+        return function(*args)
+
+    return counted
+
+
+def test_without_a_check_no_real_step_is_run(monkeypatch):
+    model, x = chain(None, None, None)
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    monkeypatch.setattr(Trials, "check", None)
+    assert planner.plan("85%", solver="dp", check=False).segments
+
+
+def test_a_plan_function_passes_check_on(monkeypatch):
+    model, x = chain(None, None, None)
+    monkeypatch.setattr(Trials, "check", None)
+    assert plan(model, x, "85%", solver="dp", loss=mean_square, check=False).segments
+
+
+def test_the_trial_leaves_the_model_and_the_random_state_as_they_were():
+    model, x = switch()
+    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    state, before = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    python = random.getstate()
+    least(planner)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
