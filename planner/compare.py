@@ -114,7 +114,13 @@ class Comparison:
         limit = parse_budget(budget, self.unplanned_peak_bytes)
         fitting = [plan for plan in self.plans.values() if (plan.predicted_peak_bytes or 0) <= limit]
         if fitting:
-            return min(fitting, key=lambda plan: (plan.predicted_overhead or 0.0, plan.predicted_peak_bytes or 0))
+
+            def rank(plan: Plan) -> tuple[float, int, int]:
+                # Several budgets can have the same plan: then the one made for a budget nearest this one is meant.
+                missed = abs((plan.budget_bytes or 0) - limit)
+                return plan.predicted_overhead or 0.0, plan.predicted_peak_bytes or 0, missed
+
+            return min(fitting, key=rank)
         known = [*self.plans.values(), *self.least.values()]
         least = min(known, key=lambda plan: plan.predicted_peak_bytes or 0)
         reached = least.predicted_peak_bytes or 0
