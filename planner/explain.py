@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ..profiler.records import Profile
 from ..profiler.recorder import Recording
+from ..profiler.records import Profile
 from .budget import format_bytes
 
 _WORDS = {
