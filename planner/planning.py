@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import Profile, Session, open_session, profile
+from ..profiler.allocator import allocated_peak_bytes
+from ..profiler.preserve import preserved
 from ..profiler.recorder import Recording
 from ..profiler.step import Loss
 from ..solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
@@ -294,12 +296,24 @@ class Planner:
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
                 recording = self.session.record(self.profile.bytes_from, planned=True)
+                measured = self._measured_bytes()
         except Exception as error:
             raise _DryRunFailedError(segments, error) from error
         parts = self.profile.parts
         alive = recording.peak_bytes() + parts.optimizer + self.unseen_bytes(segments)
-        peak = max(alive, parts.optimizer_step_peak)
+        peak = max(alive, measured, parts.optimizer_step_peak)
         return Trial(solution, segments, recording, peak)
+
+    def _measured_bytes(self) -> int:
+        """Return the allocator's peak of the step as the model is now, where steps are run for real anyway; else 0.
+
+        What depends on data, or on Python letting go of things, is then not left to the recording.
+        """
+        profile, session = self.profile, self.session
+        if profile.bytes_from != "real step" or profile.accumulation:
+            return 0
+        with preserved(session.step.model):
+            return allocated_peak_bytes(session.step.train, session.device) + profile.fixed_bytes()
 
     def unseen_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
         """Return what a planned step holds beyond its dry run, counted as alive throughout.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..profiler.records import Profile
+from ..profiler.records import Profile, Storage
 from ..solvers.problem import Candidate, Operator, Problem, Stage, Tensor
 from .host import HostCosts
 
@@ -140,6 +140,7 @@ class Bridge:
             storage.name
             for storage in self.profile.storages
             if storage.kind == "buffer"
+            and storage.name
             and (
                 any(first <= k < end for k in storage.written_by)
                 or (any(first <= k < end for k in storage.read_by) and any(k >= end for k in storage.written_by))
@@ -167,7 +168,12 @@ class Bridge:
             k
             for k in range(stop)
             if profile.operators[k].private_generator
-            or any(profile.storages[s].kind == "parameter" for s in profile.operators[k].writes)
+            or any(_is_not_restored(profile.storages[s]) for s in profile.operators[k].writes)
+        ]
+        self._changed = [
+            (storage.read_by, storage.written_by)
+            for storage in profile.storages
+            if storage.written_by and _is_not_restored(storage)
         ]
         self._writes = [
             (profile.storages[s].born, k)
@@ -396,6 +402,11 @@ class Bridge:
             return False
         if any(born < first <= k < end for born, k in self._writes):
             return False
+        if any(
+            any(first <= k < end for k in read_by) and any(k >= end for k in written_by)
+            for read_by, written_by in self._changed
+        ):
+            return False
         return not any(
             born < first and k >= end and self._reads_between(born, k, first, end) for born, k in self._writes
         )
@@ -406,6 +417,11 @@ class Bridge:
             self.profile.storages[s].born == born and any(first <= k < end for k in self.profile.storages[s].read_by)
             for s in self.profile.operators[writer].writes
         )
+
+
+def _is_not_restored(storage: Storage) -> bool:
+    """Say whether a replay could not put this storage back: a parameter, or a tensor that is no registered buffer."""
+    return storage.kind == "parameter" or (storage.kind == "buffer" and not storage.name)
 
 
 def _any_inside(spans: Iterable[tuple[int, int]], first: int, end: int) -> bool:

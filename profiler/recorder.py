@@ -275,7 +275,9 @@ class Recorder(TorchDispatchMode):
             for name, module in model.named_modules():
                 handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True)
                 stack.callback(handle.remove)
-                handle = module.register_forward_hook(_Leave(self, name), prepend=True, with_kwargs=True, always_call=True)
+                handle = module.register_forward_hook(
+                    _Leave(self, name), prepend=True, with_kwargs=True, always_call=True
+                )
                 stack.callback(handle.remove)
             yield
 
@@ -367,16 +369,20 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
     """Remember what a call could change besides its output; return a function that says what it did change."""
     attributes = _attributes(module)
-    arguments = _shape_of(inputs, 0)
+    arguments = _objects_in(inputs)
     python, numpy = random.getstate(), np.random.get_state(legacy=True)
 
     def finish() -> list[str]:
         findings: list[str] = []
         now = _attributes(module)
-        changed = sorted(name for name in attributes.keys() | now.keys() if attributes.get(name) != now.get(name))
+        changed = sorted(
+            name
+            for name in attributes.keys() | now.keys()
+            if attributes.get(name) != now.get(name) and not _is_first_time(attributes.get(name), now.get(name))
+        )
         if changed:
             findings.append(f"changes its attribute {', '.join(changed)}")
-        if _shape_of(inputs, 0) != arguments:
+        if _objects_in(inputs) != arguments:
             findings.append("changes an object passed to it (a cache?)")
         if random.getstate() != python:
             findings.append("draws from Python's random")
@@ -387,6 +393,28 @@ def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
         return findings
 
     return finish
+
+
+def _is_first_time(before: Any, after: Any) -> bool:
+    """Say whether a flag was raised: something is installed or warned of once, and never again."""
+    return after is True and (before is False or before is None)
+
+
+def _objects_in(inputs: Any) -> Any:
+    """Picture the arguments but for plain tensors among them: operators show who writes to those."""
+    leaves = pytree.tree_leaves(inputs)
+    held = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [_containers(inputs, held, 0)]
+
+
+def _containers(value: Any, held: set[int], depth: int) -> Any:
+    if isinstance(value, torch.Tensor) and id(value) in held:
+        return id(value)
+    if isinstance(value, (list, tuple)) and depth < 5:
+        return [_containers(item, held, depth + 1) for item in value]
+    if type(value) is dict and depth < 5:
+        return [(key, _containers(item, held, depth + 1)) for key, item in value.items()]
+    return _shape_of(value, depth)
 
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -406,6 +434,8 @@ def _shape_of(value: Any, depth: int) -> Any:
         return (id(value), value._version)
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
         return value
+    if isinstance(value, weakref.ref):
+        return None  # Recurrent layers renew theirs; nothing is kept by one.
     if depth > 5:
         return id(value)
     if isinstance(value, Mapping):
