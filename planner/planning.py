@@ -330,11 +330,10 @@ class Planner:
     def planned_segment(self, segment: Segment) -> PlannedSegment:
         """Name a chosen segment by its module calls."""
         bridge, calls = self.bridge, self.profile.calls
+        first, end = bridge.span(segment.start, segment.stop)
+        members = self._members_around(segment)
         return PlannedSegment(
-            members=tuple(
-                Call(module=calls[index].module, index=calls[index].index)
-                for index in bridge.members(segment.start, segment.stop)
-            ),
+            members=tuple(Call(module=calls[index].module, index=calls[index].index) for index in members),
             save=tuple(
                 SavedOperator(operator=name, index=index)
                 for name, index in (bridge.saved_operator(operator, segment.start) for operator in segment.keep)
@@ -342,8 +341,28 @@ class Planner:
             children=tuple(self.planned_segment(child) for child in segment.children),
             early_stop=not bridge.replays_whole(segment.start, segment.stop),
             restored_buffers=bridge.restored_buffers(segment.start, segment.stop),
-            crosses_operators=bridge.crosses(segment.start, segment.stop),
+            crosses_operators=sum(calls[index].stop - calls[index].start for index in members) < end - first,
         )
+
+    def _members_around(self, segment: Segment) -> list[int]:
+        """Return a segment's members: the largest calls inside it that no segment nested in it begins or ends within.
+
+        A nested segment may lie inside one member. If it began in one and ended in another, a replay that makes each
+        member's call as one step could not see it end; such members give way to the calls that they make.
+        """
+        bridge, calls = self.bridge, self.profile.calls
+        nested = [bridge.span(inner.start, inner.stop) for inner in segment.walk() if inner is not segment]
+        members: list[int] = []
+        waiting = bridge.members(segment.start, segment.stop)[::-1]
+        while waiting:
+            index = waiting.pop()
+            start, stop = calls[index].start, calls[index].stop
+            if any(a < start < b < stop or start < a < stop < b for a, b in nested):
+                made = [k for k, call in enumerate(calls) if call.parent == index and call.stop > call.start]
+                waiting += made[::-1]
+            else:
+                members.append(index)
+        return members
 
     def _plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
         recorded, solution = self.profile, trial.solution
