@@ -19,14 +19,15 @@ SOLVERS = ("sqrt", "dp", "ilp")
 def main() -> None:
     parser = options(__doc__, ("M1s", "M1e", "M2", "M3", "M4", "M5"), "accuracy")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each solve")
+    parser.add_argument("--name", default="accuracy", help="file name of the tables")
     given = parser.parse_args()
     rows = []
     for name in given.models:
         started = time.perf_counter()
         rows += check(name, given.scale, given.time_limit)
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-        table = Table(name="accuracy", title=title(rows), rows=rows, notes=notes(rows, given))
-        publish(given.script, [table], given.out)
+        table = Table(name=given.name, title=title(rows), rows=rows, notes=notes(rows, given))
+        publish(given.script, [table], given.out, name=given.name)
 
 
 def check(name: str, scale: float, time_limit_s: float) -> list[dict]:
@@ -43,7 +44,7 @@ def check(name: str, scale: float, time_limit_s: float) -> list[dict]:
                 continue
             fits, plan = True, None
             try:
-                plan = planner.plan(f"{share}%", solver=solver, time_limit_s=time_limit_s)
+                plan = planner.plan(f"{share}%", solver=solver, time_limit_s=time_limit_s, check=False)
             except InfeasibleBudgetError as error:
                 fits, plan = False, error.plan
                 exhausted.add(solver)
