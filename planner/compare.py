@@ -182,6 +182,8 @@ def compare(
 ) -> Comparison:
     """Plan every budget with every solver from one profile.
 
+    The plans are dry-run, but not run for real as `plan` does with its own; `verify` the one you use, or `measure` all.
+
     The model is left as it was; nothing is applied.
 
     Args:
@@ -232,7 +234,7 @@ class _Run:
         started = time.perf_counter()
         row: dict[str, Any] = {"solver": solver, "budget_bytes": budget_bytes}
         try:
-            plan = self.planner.plan(budget_bytes, solver=solver, **self.options)
+            plan = self.planner.plan(budget_bytes, solver=solver, check=False, **self.options)
         except InfeasibleBudgetError as error:
             plan = error.plan
             row |= {"status": "infeasible", "note": str(error), "least_peak_bytes": error.least_peak_bytes}

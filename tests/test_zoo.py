@@ -1,0 +1,51 @@
+"""Every model of the zoo, planned and verified for real: results bit for bit, and the promised peak."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+
+import pytest
+import torch
+from remat.planner import InfeasibleBudgetError, verify
+from remat.planner.planning import Planner
+
+from .zoo import ZOO
+
+torch.set_num_threads(1)
+
+RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
+"""What torch's checkpoint keeps for each segment; a small model's peak is not much more than a few of them."""
+BUDGETS = {"85 %": "85%", "least": 1}
+
+
+@functools.lru_cache(maxsize=1)
+def planned(name):
+    """Profile a model once for all its tests, which follow one another."""
+    gc.collect()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, batch, loss = ZOO[name]()
+        return Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("solver", ["dp", "ilp"])
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.filterwarnings("ignore")
+def test_a_planned_model_computes_the_same_and_keeps_its_promise(name, solver, budget):
+    planner, model, batch, loss = planned(name)
+    try:
+        plan = planner.plan(BUDGETS[budget], solver=solver, time_limit_s=1, gap=0.05, check=False)
+    except InfeasibleBudgetError as error:
+        plan = error.plan
+    found = verify(model, batch, plan, loss=loss, steps=3, repeats=0)
+    assert found.repeatable
+    assert found.exact, str(found)
+    assert found.measured_peak_bytes <= plan.budget_bytes
+    segments = sum(1 for segment in plan.segments for _ in segment.walk())
+    slack = 0.01 * found.measured_peak_bytes + (segments + 1) * RANDOM_STATE_BYTES
+    assert 0 <= plan.predicted_peak_bytes - found.measured_peak_bytes <= slack
+    assert plan.predicted_peak_bytes <= planner.profile.peak_bytes()
