@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -332,7 +333,7 @@ class Bridge:
                 )
                 if (frees < WORTHWHILE * saved and not is_block) or not self._allowed(first, end):
                     continue
-                if not self.cross_operators and self.crosses(start, stop):
+                if not self.cross_operators and not self._is_plain(start, stop):
                     continue
                 if self._members_overlap(start, stop):
                     continue
@@ -386,6 +387,27 @@ class Bridge:
                 if self.savable[index] < replay_stop
             ),
         )
+
+    def _is_plain(self, start: int, stop: int) -> bool:
+        """Say whether an interval is one call, or a loop `x = member(x)` that torch.compile can take as one.
+
+        The compiled form runs the members one on the other's output, and shows only the last one's: so each may read
+        nothing but the output of the one before, and nobody else may read that.
+        """
+        if self.crosses(start, stop):
+            return False
+        storages, calls = self.profile.storages, self.profile.calls
+        members = [calls[member] for member in self.members(start, stop)]
+        for before, after in pairwise(members):
+            for storage in storages:
+                made_before = before.start <= storage.born < before.stop
+                read_after = any(after.start <= k < after.stop for k in storage.read_by)
+                foreign = storage.kind in ("activation", "batch") and storage.born < after.start
+                if read_after and foreign and not made_before:
+                    return False
+                if made_before and any(k >= after.stop for k in storage.read_by):
+                    return False
+        return True
 
     def _members_overlap(self, start: int, stop: int) -> bool:
         """Say whether one member is part of another: a looped module, and a piece of a later call of it."""

@@ -28,7 +28,7 @@ def planned(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, batch, loss = ZOO[name]()
-        return Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss
+        return Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss, {}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -36,12 +36,14 @@ def planned(name):
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.filterwarnings("ignore")
 def test_a_planned_model_computes_the_same_and_keeps_its_promise(name, solver, budget):
-    planner, model, batch, loss = planned(name)
+    planner, model, batch, loss, seen = planned(name)
     try:
         plan = planner.plan(BUDGETS[budget], solver=solver, time_limit_s=1, gap=0.05, check=False)
     except InfeasibleBudgetError as error:
         plan = error.plan
-    found = verify(model, batch, plan, loss=loss, steps=3, repeats=0)
+    # The solvers often agree; a plan is run once.
+    found = seen.get(plan.segments) or verify(model, batch, plan, loss=loss, steps=3, repeats=0)
+    seen[plan.segments] = found
     assert found.repeatable
     assert found.exact, str(found)
     assert found.measured_peak_bytes <= plan.budget_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ def ids(*shape):
     return torch.randint(3, VOCABULARY, shape)
 
 
-def tokens(batch=4):
-    sample = ids(batch, SEQUENCE)
+def tokens(batch=4, length=SEQUENCE):
+    sample = ids(batch, length)
     return {"input_ids": sample, "labels": sample}
 
 
@@ -75,7 +76,7 @@ def mixtral():
 
 def mamba():
     config = {"num_hidden_layers": 2, "hidden_size": WIDTH, "state_size": 4, "vocab_size": VOCABULARY}
-    return from_config("MambaForCausalLM", {"config": "MambaConfig", **config, "use_cache": False}, tokens())
+    return from_config("MambaForCausalLM", {"config": "MambaConfig", **config, "use_cache": False}, tokens(length=8))
 
 
 def bert():
@@ -149,7 +150,7 @@ def mean_square(out):
 
 def chain(widths=(32, 256, 16, 128, 64, 16, 256, 32)):
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(widths)]
     return nn.Sequential(*blocks).train(), (torch.randn(128, widths[0]),), mean_square
 
 
