@@ -70,7 +70,7 @@ def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
         before = segments[position - 1] if position else -1
         after = segments[position] if position < len(segments) else -1
         if before != after:
-            axis.axvline(position, color="black", linewidth=1.4)
+            axis.axvline(position, color="black", linewidth=0.9)
     for number in sorted({int(segment) for segment in segments} - {-1}):
         places = np.flatnonzero(segments == number)
         middle = (places[0] + places[-1] + 1) / 2
@@ -93,10 +93,18 @@ def _bars(axis: Axes, table: pd.DataFrame, heights: np.ndarray) -> None:
 
 
 def _label_modules(axis: Axes, table: pd.DataFrame) -> None:
+    """Label where each module begins; of labels that would overlap, those of the longest runs stay."""
     groups = group_paths([str(module) for module in table["module"]], 32, runs=True)
-    starts = [position for position in range(len(groups)) if position == 0 or groups[position] != groups[position - 1]]
-    axis.set_xlim(0, len(groups))
-    axis.set_xticks(starts, [groups[position] for position in starts], rotation=60, ha="right", fontsize=7)
+    count = len(groups)
+    starts = [position for position in range(count) if position == 0 or groups[position] != groups[position - 1]]
+    lengths = np.diff([*starts, count])
+    labelled: list[int] = []
+    for run in sorted(range(len(starts)), key=lambda run: -int(lengths[run])):
+        if all(abs(starts[run] - other) >= count / 64 for other in labelled):
+            labelled.append(starts[run])
+    labelled.sort()
+    axis.set_xlim(0, count)
+    axis.set_xticks(labelled, [groups[position] for position in labelled], rotation=60, ha="right", fontsize=7)
     axis.tick_params(axis="x", length=2)
     for tick in axis.get_xticklabels():
         tick.set_rotation_mode("anchor")
