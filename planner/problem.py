@@ -20,6 +20,7 @@ WORTHWHILE = 1e-3
 """A candidate that frees less than this share of the saved bytes is not offered."""
 SAVABLE = 5e-4
 """An operator that takes less than this share of the forward is not worth naming in a save set."""
+HOOKED = "carries forward hooks, which the replay of a segment around it would run again"
 WINDOW = 6
 """See `Bridge._narrowness`."""
 
@@ -80,13 +81,11 @@ class Bridge:
         )
 
     def refusals(self) -> list[Refusal]:
-        """List the module calls that cannot be replayed, with their reasons."""
-        return [
-            Refusal(call.module or call.kind, finding)
-            for call in self.profile.calls
-            for finding in call.findings
-            if call.parent >= 0
-        ] + self._refused
+        """List the module calls that no segment holds, with the reasons, each continuing "it"."""
+        calls = [call for call in self.profile.calls if call.parent >= 0]
+        found = [Refusal(call.module, finding) for call in calls for finding in call.findings]
+        hooked = [Refusal(call.module, HOOKED) for call in calls if call.hooked]
+        return list(dict.fromkeys(found + hooked)) + self._refused
 
     def refuse(self, calls: Iterable[tuple[str, int]], name: str, reason: str) -> None:
         """Offer no segment any more that holds all of these calls, as replaying them was seen to go wrong.
