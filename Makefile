@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$name" && break; done)
 
 help:
-	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in about a minute'
+	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in a few minutes'
 	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
 	@echo 'make bench      run the benchmarks (hours), or one: make bench BENCHMARKS=accuracy'
 	@echo 'make gpu-check  compare predictions with a CUDA device, where there is one'
