@@ -39,8 +39,23 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         PlanMismatchError: The model differs from the one planned for.
         ApplyError: A segment cannot be applied; nothing is changed then.
     """
+    check_subject(model, plan)
     plan.check(model)
     return apply_segments(model, plan.segments, training=plan.training)
+
+
+def check_subject(model: object, plan: object) -> None:
+    """Check that a model and a plan are what they should be.
+
+    Raises:
+        ApplyError: They are not.
+    """
+    if not isinstance(model, nn.Module):
+        raise ApplyError(f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself")
+    if not isinstance(plan, Plan):
+        raise ApplyError(
+            f"plan must be a Plan, got {type(plan).__name__}: pass what plan() or Plan.load(path) returned"
+        )
 
 
 def apply_segments(model: nn.Module, segments: Iterable[PlannedSegment], *, training: bool = True) -> Applied:

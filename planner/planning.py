@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -82,6 +82,7 @@ def plan(
     """
     check_share("headroom", headroom)
     check_solver(solver)
+    check_effort(time_limit_s, gap)
     parse_budget(budget, 1 << 40)
     if planner is None:
         planner = Planner.of(
@@ -111,7 +112,7 @@ def check_solver(solver: str) -> None:
     Raises:
         BudgetError: There is no such solver.
     """
-    if solver not in SOLVERS:
+    if not isinstance(solver, str) or solver not in SOLVERS:
         raise BudgetError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
 
 
@@ -123,6 +124,24 @@ class Trial:
     segments: tuple[PlannedSegment, ...]
     recording: Recording
     peak_bytes: int
+
+
+def check_effort(time_limit_s: object, gap: object) -> None:
+    """Check how long and how closely to solve.
+
+    Raises:
+        BudgetError: The time limit is not a positive number of seconds, or the gap no share in [0, 1).
+    """
+    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
+        raise BudgetError(
+            f"time_limit_s must be a positive number of seconds or None, got {time_limit_s!r}: 60 gives a minute"
+        )
+    if not (_is_number(gap) and 0 <= gap < 1):
+        raise BudgetError(f"gap must be a share in [0, 1), got {gap!r}: 0.01 accepts one per cent more added time")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _DryRunFailedError(Exception):
@@ -195,6 +214,7 @@ class Planner:
     ) -> Plan:
         """Plan for one budget; see `plan`."""
         check_solver(solver)
+        check_effort(time_limit_s, gap)
         asked = parse_budget(budget, self.profile.peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent

@@ -17,7 +17,7 @@ from ..profiler.preserve import preserved
 from ..profiler.profiling import CUDA_GRANULARITY
 from ..profiler.step import Loss, Step
 from ..profiler.timing import free_memory_bytes, timed_ns, train_once
-from .apply import apply_segments, unplanned
+from .apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .plan import Plan
 from .planning import silent
@@ -115,6 +115,7 @@ def verify(
     if steps < 1 or repeats < 0:
         raise BatchError(f"steps must be at least 1 and repeats at least 0, got {steps} and {repeats}")
     step = Step.of(model, batch, loss)
+    check_subject(model, plan)
     plan.check(model)
     with unplanned(model):
         return _Bench(step, plan, steps, repeats, progress or silent).run()

@@ -369,6 +369,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
     """Remember what a call could change besides its output; return a function that says what it did change."""
     attributes = _attributes(module)
+    buffers = _buffer_identities(module)
     arguments = _objects_in(inputs)
     python, numpy = random.getstate(), np.random.get_state(legacy=True)
 
@@ -382,6 +383,9 @@ def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
         )
         if changed:
             findings.append(f"changes its attribute {', '.join(changed)}")
+        replaced = sorted(name for name, value in _buffer_identities(module).items() if buffers.get(name) != value)
+        if replaced:
+            findings.append(f"puts another tensor in place of its buffer {', '.join(replaced)}")
         if _objects_in(inputs) != arguments:
             findings.append("changes an object passed to it (a cache?)")
         if random.getstate() != python:
@@ -393,6 +397,10 @@ def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
         return findings
 
     return finish
+
+
+def _buffer_identities(module: nn.Module) -> dict[str, int]:
+    return {name: id(buffer) for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)}
 
 
 def _is_first_time(before: Any, after: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Two processes: a plan made on one rank before wrapping, shared as a file, gives the gradients of the unplanned run."""
+"""Two processes: a plan made on one rank and shared as a file gives the gradients of the unplanned distributed run."""
 
 from __future__ import annotations
 
