@@ -175,6 +175,15 @@ class Bridge:
             for storage in profile.storages
             if storage.written_by and _is_not_restored(storage)
         ]
+        self._touches_changing = sorted(
+            {
+                k
+                for storage in profile.storages
+                if storage.kind == "buffer" and storage.written_by
+                for k in (*storage.written_by, *(k for k in storage.read_by if k < storage.written_by[-1]))
+                if k < stop
+            }
+        )
         self._writes = [
             (profile.storages[s].born, k)
             for k in range(stop)
@@ -334,7 +343,7 @@ class Bridge:
                     continue
                 if not self.cross_operators and not self._is_plain(start, stop):
                     continue
-                if self._members_overlap(start, stop):
+                if self._members_overlap(start, stop) or self._records_changing_buffer(start, stop):
                     continue
                 candidates.append(self._candidate(start, stop, operators_of))
         return tuple(candidates)
@@ -414,6 +423,19 @@ class Bridge:
             return False
         paths = {self.profile.calls[member].module for member in self.members(start, stop)}
         return any(path != other and path.startswith(f"{other}.") for path in paths for other in paths)
+
+    def _records_changing_buffer(self, start: int, stop: int) -> bool:
+        """Say whether an operator between the members uses a buffer that is written then or later.
+
+        A replay calls members with their buffers put back, but repeats what ran between them from a record, which
+        holds the buffers themselves.
+        """
+        first, end = self.span(start, stop)
+        touched = [k for k in self._touches_changing if first <= k < end]
+        if not touched:
+            return False
+        spans = [(self.profile.calls[m].start, self.profile.calls[m].stop) for m in self.members(start, stop)]
+        return any(not any(a <= k < b for a, b in spans) for k in touched)
 
     def _allowed(self, first: int, end: int) -> bool:
         """Say whether replaying the operators [first, end) computes the same again and disturbs nothing."""
