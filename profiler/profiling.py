@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .allocator import allocated_peak_bytes
 from .dry_run import DryRunError, dry_run, faked, record_step
 from .internals import forward_hooks
 from .optimizer import optimizer_bytes
@@ -114,7 +115,10 @@ def profile(
     allocated = 0
     if fits and repeats > 0:
         with preserved(model):
-            allocated = session.scratch.learn(step.train, device)
+            session.scratch.learn(step.train, device)
+        with preserved(model):
+            # Again without a dispatch mode, under which autograd sums gradients out of place.
+            allocated = allocated_peak_bytes(step.train, device)
     session.scratch.measure_alone()
     recording.fill_scratch(session.scratch)
     recorded = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
