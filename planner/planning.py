@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeGuard
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..profiler import Profile, Session, open_session, profile
+from ..profiler import BatchError, Profile, Session, open_session, profile
 from ..profiler.allocator import allocated_peak_bytes
 from ..profiler.preserve import preserved
 from ..profiler.recorder import Recording
@@ -49,6 +49,7 @@ def plan(
     headroom: float = 0.0,
     save_sets: bool = True,
     cross_operators: bool = True,
+    units: Iterable[nn.Module] = (),
     time_limit_s: float | None = None,
     gap: float = 0.0,
     planner: Planner | None = None,
@@ -70,6 +71,8 @@ def plan(
         headroom: Share of the budget to keep free.
         save_sets: Let segments keep some operators' outputs (selective checkpointing).
         cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
+        units: Modules that will be sharded on their own (`fully_shard`): their parameters are there only during their
+            own calls, so a segment holds such a call whole or lies within it.
         time_limit_s: Seconds for each solve.
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
@@ -95,6 +98,7 @@ def plan(
             accumulation=accumulation,
             save_sets=save_sets,
             cross_operators=cross_operators,
+            units=units,
             progress=progress,
         )
     return planner.plan(
@@ -142,6 +146,20 @@ def check_effort(time_limit_s: object, gap: object) -> None:
         raise BudgetError(f"gap must be a share in [0, 1), got {gap!r}: 0.01 accepts one per cent more added time")
 
 
+def _paths(model: nn.Module, units: Iterable[object]) -> list[str]:
+    """Return the paths of a model's modules.
+
+    Raises:
+        BatchError: One is not a module of the model.
+    """
+    paths = {id(module): name for name, module in model.named_modules()}
+    given = list(units)
+    for unit in given:
+        if id(unit) not in paths:
+            raise BatchError(f"units must be modules of the model, got a {type(unit).__name__}: pass model.layers, say")
+    return [paths[id(unit)] for unit in given]
+
+
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -183,11 +201,13 @@ class Planner:
         accumulation: bool = False,
         save_sets: bool = True,
         cross_operators: bool = True,
+        units: Iterable[nn.Module] = (),
         repeats: int = 3,
         progress: Callable[[str], None] | None = None,
     ) -> Planner:
         """Profile a step; the arguments are those of `plan`."""
         session = open_session(model, batch, loss, accumulation=accumulation)
+        paths = _paths(model, units)
         with unplanned(model):
             recorded = profile(
                 model,
@@ -199,7 +219,9 @@ class Planner:
                 session=session,
                 progress=progress,
             )
-        bridge = Bridge(recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets)
+        bridge = Bridge(
+            recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets, units=paths
+        )
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
         return Planner(recorded, bridge, session, name)
 

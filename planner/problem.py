@@ -41,11 +41,19 @@ class Bridge:
         host: Host costs of the device.
         cross_operators: Offer segments across a container's own operators (not possible under torch.compile).
         save_sets: Offer operators whose outputs a segment may keep.
+        units: Paths of modules whose calls a segment holds whole, or lies within.
     """
 
     def __init__(
-        self, profile: Profile, host: HostCosts, *, cross_operators: bool = True, save_sets: bool = True
+        self,
+        profile: Profile,
+        host: HostCosts,
+        *,
+        cross_operators: bool = True,
+        save_sets: bool = True,
+        units: Iterable[str] = (),
     ) -> None:
+        self._units = frozenset(units)
         self.profile = profile
         self.cross_operators = cross_operators
         self.host = host
@@ -164,6 +172,7 @@ class Bridge:
         self._several_calls = any(call.index > 0 for call in profile.calls)
         self._unreplayable = [(c.start, c.stop) for c in profile.calls if c.findings and c.stop > c.start]
         self._hooked = [(c.start, c.stop) for c in profile.calls if c.hooked and c.stop > c.start]
+        self._whole = [(c.start, c.stop) for c in profile.calls if c.module in self._units and c.stop > c.start]
         self._forbidden = [
             k
             for k in range(stop)
@@ -442,6 +451,8 @@ class Bridge:
         if _any_inside(self._unreplayable, first, end) or any(first <= k < end for k in self._forbidden):
             return False
         if any(first <= a and b <= end and (a, b) != (first, end) for a, b in self._hooked):
+            return False
+        if any(a < first < b < end or first < a < end < b for a, b in self._whole):
             return False
         if any(born < first <= k < end for born, k in self._writes):
             return False

@@ -55,7 +55,7 @@ def batch_of(rank):
 
 
 def least_plan(model, solver):
-    planner = Planner.of(model, batch_of(0), loss=mean_square, repeats=0)
+    planner = Planner.of(model, batch_of(0), loss=mean_square, repeats=0, units=model.blocks)
     try:
         return planner.plan(1, solver=solver)
     except InfeasibleBudgetError as error:
@@ -124,3 +124,21 @@ def test_a_plan_from_one_rank_gives_the_gradients_of_the_unplanned_distributed_r
         assert equal
         assert segments
         assert size > 0
+
+
+def test_segments_hold_units_whole_or_lie_within():
+    model = build()
+    planner = Planner.of(model, batch_of(0), loss=mean_square, repeats=0, units=model.blocks)
+    free = Planner.of(model, batch_of(0), loss=mean_square, repeats=0)
+    calls = [(call.start, call.stop) for call in planner.profile.calls if call.kind == "Block"]
+    assert 0 < len(planner.bridge.candidates) < len(free.bridge.candidates)
+    for candidate in planner.bridge.candidates:
+        first, end = planner.bridge.span(candidate.start, candidate.stop)
+        for start, stop in calls:
+            assert stop <= first or end <= start or (first <= start and stop <= end) or (start <= first and end <= stop)
+
+
+@pytest.mark.parametrize("wrong", [[nn.Linear(2, 2)], ["blocks.0"], [None]])
+def test_units_of_another_model_are_refused(wrong):
+    with pytest.raises(ValueError, match="units must be modules of the model"):
+        Planner.of(build(), batch_of(0), loss=mean_square, repeats=0, units=wrong)
