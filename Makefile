@@ -24,8 +24,9 @@ help:
 demo: $(WHEEL)
 	$(BIN)/remat demo
 
+# Small models gain nothing from a second thread, so the tests share the cores among processes instead.
 test: check
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST)
 
 check: $(WHEEL)
 	$(BIN)/ruff check .

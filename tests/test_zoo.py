@@ -33,7 +33,7 @@ def planned(name):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("solver", ["dp", "ilp"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ZOO])
 @pytest.mark.filterwarnings("ignore")
 def test_a_planned_model_computes_the_same_and_keeps_its_promise(name, solver, budget):
     planner, model, batch, loss, seen = planned(name)
