@@ -1,8 +1,8 @@
 """Put a plan onto a model in place, and take it off again.
 
-Nothing about the model changes but instance attributes `forward` and, on members of segments of several calls, one
-forward pre-hook and one forward hook: class, parameter names, state_dict and the user's own hooks stay. `remove` takes
-all of it back.
+Nothing about the model changes but instance attributes `forward` and, on members of segments of several calls,
+`_call_impl`, which a module's `__call__` runs: class, parameter names, state_dict and hooks stay. `remove` takes all of
+it back.
 
 A plan is about the root's forward. Calls are counted from the outermost planned call on the thread, which is the root
 or, where a user calls a part directly, that part.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from .errors import ApplyError
-from .intercept import AfterMember, BeforeMember, Planned, PlannedForward
-from .internals import buffers_of, has_forward, take_off_hook
+from .intercept import MemberCall, Planned, PlannedForward, StandIn
+from .internals import buffers_of, has_forward
 from .plan import Call, Plan, PlannedSegment
 from .save_set import SaveSet
 from .session import NO_SCOPE, CallKey, Level, Segment
@@ -82,36 +81,19 @@ class Applied:
     def __init__(self, planned: Planned, binding: _Binding) -> None:
         self._planned = planned
         self._binding = binding
-        self._forwards: list[PlannedForward] = []
-        self._hooks: list[tuple[nn.Module, Any]] = []
+        self._attached: list[StandIn] = []
         self._attach_all()
 
     def _attach_all(self) -> None:
-        binding = self._binding
-        self._planned.sessions.top.mark(removed=False)
-        try:
-            for key, module in enumerate(binding.modules):
-                self._attach(key, module)
-            for key, traced in binding.traced.items():
-                self._forwards[key].traced = traced
-        except BaseException:
-            self.remove()
-            raise
-        self._planned.applied = self
-
-    def _attach(self, key: int, module: nn.Module) -> None:
-        binding = self._binding
-        member = key in binding.members
-        forward = PlannedForward(self._planned, key, module, counted=not member, scope=key in binding.scopes)
-        module.__dict__["forward"] = forward
-        self._forwards.append(forward)
-        if member:
-            before, after = BeforeMember(self._planned, key), AfterMember(self._planned, key)
-            self._hooks.append((module, before))
-            first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            self._hooks.append((module, after))
-            last = module.register_forward_hook(after)
-            self._planned.members.append((module, first.id, last.id))
+        planned, binding = self._planned, self._binding
+        planned.sessions.top.mark(removed=False)
+        for key, module in enumerate(binding.modules):
+            member, scope = key in binding.members, key in binding.scopes
+            traced = binding.traced.get(key)
+            self._attached.append(PlannedForward(planned, key, module, counted=not member, scope=scope, traced=traced))
+            if member:
+                self._attached.append(MemberCall(planned, key, module))
+        planned.applied = self
 
     @property
     def model(self) -> nn.Module:
@@ -124,18 +106,9 @@ class Applied:
         Graphs built under the plan can still run backward, if no segment has others inside; else backward says so.
         """
         self._planned.sessions.top.mark(removed=True)
-        for forward in self._forwards:
-            # Another tool may have wrapped the planned forward meanwhile; then it stays, and only passes on.
-            if forward.module.__dict__.get("forward") is forward:
-                if forward.previous is None:
-                    del forward.module.__dict__["forward"]
-                else:
-                    forward.module.__dict__["forward"] = forward.previous
-            forward.planned = None
-        for module, hook in self._hooks:
-            hook.planned = None
-            take_off_hook(module, hook)
-        self._forwards, self._hooks, self._planned.members = [], [], []
+        for stand_in in self._attached:
+            stand_in.take_off()
+        self._attached = []
         self._planned.applied = None
 
     def __enter__(self) -> Applied:

@@ -11,12 +11,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
-from .internals import compiler_callback, keep_outermost, uncompiled
+from .internals import CALL_METHOD, compiler_callback, uncompiled
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
@@ -31,16 +32,14 @@ class Planned:
         root: The model.
         training: The root's training flag with which the plan is in force.
         sessions: The state of each thread.
-        members: Members of runs, with the ids of their `BeforeMember` and `AfterMember`.
+        applied: What apply returned: found here, so that a copy of the model has its own.
     """
 
     def __init__(self, root: nn.Module, training: bool, top: Level) -> None:
         self.root = root
         self.training = training
         self.sessions = Sessions(top)
-        # What apply returned: found here, so that a copy of the model has its own.
         self.applied: Any = None
-        self.members: list[tuple[nn.Module, int, int]] = []
 
     def in_force(self, session: Session) -> bool:
         """Return whether a call made now is to be checkpointed."""
@@ -53,53 +52,44 @@ class Planned:
         return torch.is_grad_enabled() and self.root.training is self.training
 
 
-class _Attached:
-    """Something at a module that knows the planned model, and lets go of it in a copy of only a part."""
-
-    def __init__(self, planned: Planned, key: int) -> None:
-        self.planned: Planned | None = planned
-        self.key = key
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        part = self.planned is None or id(self.planned.root) not in memo
-        for name, value in vars(self).items():
-            twin.__dict__[name] = None if name == "planned" and part else copy.deepcopy(value, memo)
-        return twin
-
-
-class PlannedForward(_Attached):
-    """Stand in for a module's forward: count the call, and run it as a segment where the plan says so.
+class StandIn:
+    """Stand on a module instance in place of a method of its class, and let go of the plan in a copy of only a part.
 
     Args:
         planned: The planned model.
         key: The module's number.
         module: The module.
-        counted: Whether this counts the module's calls; a `BeforeMember` does where there is one.
-        scope: Whether runs may be open in the module's own loop.
     """
 
-    def __init__(self, planned: Planned, key: int, module: nn.Module, *, counted: bool, scope: bool) -> None:
-        super().__init__(planned, key)
+    method: ClassVar[str]
+
+    def __init__(self, planned: Planned, key: int, module: nn.Module) -> None:
+        self.planned: Planned | None = planned
+        self.key = key
         self.module = module
-        # Another tool may have put a forward of its own on the instance; it stays inside.
-        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.counted = counted
-        self.scope = scope
-        self.traced: Traced | None = None
+        # Another tool may have put one of its own on the instance; it stays inside.
+        self.previous: Callable[..., Any] | None = module.__dict__.get(self.method)
+        module.__dict__[self.method] = self
+
+    def take_off(self) -> None:
+        """Put back what was there; where another tool has wrapped this meanwhile it stays, and only passes on."""
+        self.planned = None
+        if self.module.__dict__.get(self.method) is self:
+            del self.module.__dict__[self.method]
+            if self.previous is not None:
+                self.module.__dict__[self.method] = self.previous
 
     def original(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward that would run without a plan."""
+        """Run the method that would run without a plan."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         # Looked up at each call: fully_shard exchanges a module's class after the plan is applied.
         # Not as a bound method: the compiler would look that up on the module again and find this object.
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     @property
     def _bound(self) -> Callable[..., Any]:
-        return self.previous or MethodType(type(self.module).forward, self.module)
+        return self.previous or MethodType(getattr(type(self.module), self.method), self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -110,12 +100,43 @@ class PlannedForward(_Attached):
             return getattr(self._bound, name)
         raise AttributeError(name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        part = self.planned is None or id(self.planned.root) not in memo
+        for name, value in vars(self).items():
+            twin.__dict__[name] = None if name == "planned" and part else copy.deepcopy(value, memo)
+        return twin
+
+
+class PlannedForward(StandIn):
+    """Stand in for a module's forward: count the call, and run it as a segment where the plan says so.
+
+    Args:
+        planned: The planned model.
+        key: The module's number.
+        module: The module.
+        counted: Whether this counts the module's calls; a `MemberCall` does where there is one.
+        scope: Whether runs may be open in the module's own loop.
+        traced: What to do while the compiler traces the call.
+    """
+
+    method = "forward"
+
+    def __init__(
+        self, planned: Planned, key: int, module: nn.Module, *, counted: bool, scope: bool, traced: Traced | None
+    ) -> None:
+        super().__init__(planned, key, module)
+        self.counted = counted
+        self.scope = scope
+        self.traced = traced
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, as a segment where one is planned for this call."""
         planned = self.planned
         if planned is None:
             return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if self.traced is None or not planned.traced_in_force():
                 return self.original(*args, **kwargs)
             return self.traced(self.original, args, kwargs)
@@ -129,9 +150,6 @@ class PlannedForward(_Attached):
         if session.counts is not None or not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
         session.counts = {}
-        # Hooks that came after the plan (fully_shard puts one in front) belong inside a member's call.
-        for member in planned.members:
-            keep_outermost(*member)
         try:
             return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
         finally:
@@ -177,48 +195,33 @@ def _beside_compiler(planned: PlannedForward, sessions: Sessions, args: tuple[An
     return output
 
 
-class BeforeMember(_Attached):
-    """A forward pre-hook of a run's member: count the call, begin runs, note the arguments before other hooks."""
+class MemberCall(StandIn):
+    """Stand in for what a run's member does when called, hooks and all: count the call, note it, begin and end runs."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a member is about to run."""
+    method = CALL_METHOD
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the member, as a step of the runs open around it."""
         planned = self.planned
         # The compiler has its own way with runs: see traced.py.
-        if planned is None or torch.compiler.is_compiling() or compiler_callback():
-            return
+        if planned is None or is_compiling() or compiler_callback():
+            return self.original(*args, **kwargs)
         session = planned.sessions.here
-        if session.counts is None:
-            return
-        if not planned.in_force(session):
-            session.suspended.append(None)
-            return
-        index = session.counts.get(self.key, 0)
-        session.counts[self.key] = index + 1
+        counts = session.counts
+        if counts is None or not planned.in_force(session):
+            return self.original(*args, **kwargs)
+        index = counts.get(self.key, 0)
+        counts[self.key] = index + 1
         loop = begin_runs(planned.sessions, (self.key, index), args, kwargs)
-        if loop is not None:
-            loop.begin_call(module, args, kwargs)
-        session.suspended.append(loop)
         session.loop = None
-
-
-class AfterMember(_Attached):
-    """A forward hook of a run's member: note the output after other hooks, and end runs."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Note what a member returned."""
-        planned = self.planned
-        # The compiler has its own way with runs: see traced.py.
-        if planned is None or torch.compiler.is_compiling() or compiler_callback():
-            return
-        session = planned.sessions.here
-        if session.counts is None:
-            return
-        loop = session.suspended.pop()
-        session.loop = loop
         if loop is None:
-            return
+            return self.original(*args, **kwargs)
+        loop.begin_call(self.module, args, kwargs)
+        output = self.original(*args, **kwargs)
+        session.loop = loop
         loop.end_call(output)
         if loop.runs:
             loop.resume()
         else:
             session.loop = None
+        return output

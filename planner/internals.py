@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import checkpoint
 
 OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
+# What a module's __call__ looks up on the instance and calls, with all hooks inside.
+CALL_METHOD = "_call_impl"
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -48,30 +50,6 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called; a ModuleList cannot."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
-def take_off_hook(module: nn.Module, hook: object) -> None:
-    """Remove a forward hook or forward pre-hook by its object."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, value in hooks.items() if value is hook]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def keep_outermost(module: nn.Module, before: int, after: int) -> None:
-    """Move a forward pre-hook before all others of a module, and a forward hook behind them, where others came later.
-
-    Args:
-        module: The module.
-        before: The pre-hook's id, as its handle has it.
-        after: The hook's id.
-    """
-    hooks = module._forward_pre_hooks
-    if next(iter(hooks), before) != before and before in hooks:
-        hooks.move_to_end(before, last=False)
-    hooks = module._forward_hooks
-    if next(reversed(hooks), after) != after and after in hooks:
-        hooks.move_to_end(after)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -95,19 +95,17 @@ class Session:
             with none inside, where no call can begin one.
         loop: The parent's loop between whose member calls we are; None inside a member or without an open run.
         open: Runs begun and not ended, in order.
-        suspended: For each member call in progress, the loop it belongs to.
         replaying: Whether a segment is being replayed.
         uncounted: Whether operators running now are the applier's own.
     """
 
-    __slots__ = ("counts", "level", "loop", "open", "replaying", "suspended", "uncounted")
+    __slots__ = ("counts", "level", "loop", "open", "replaying", "uncounted")
 
     def __init__(self, top: Level) -> None:
         self.level = top
         self.counts: dict[int, int] | None = None
         self.loop: Loop | None = None
         self.open: list[Run] = []
-        self.suspended: list[Loop | None] = []
         self.replaying = False
         self.uncounted = False
 
@@ -116,7 +114,7 @@ class Session:
 
         A run may begin in one container and end in another; it belongs to the nearest container around both.
         """
-        before, suspended = self.open.copy(), len(self.suspended)
+        before = self.open.copy()
         level, loop = self.level, self.loop
         try:
             output = body(*args, **kwargs)
@@ -128,7 +126,6 @@ class Session:
                 self.open[-1].abandon()
             raise
         finally:
-            del self.suspended[suspended:]
             if self.open == before:
                 self.level, self.loop = level, loop
 
