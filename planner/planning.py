@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeGuard
 
@@ -31,6 +31,8 @@ ROUNDS = 8
 """Most rounds of solving and dry-running."""
 CHECKS = 12
 """Most times to plan again without the segments whose replay computed something else."""
+REMEMBERED = 16
+"""Dry runs kept: solvers often come to the same plan."""
 UNSEEN = 0.01
 """Where the allocator gave out this share of the peak more than was recorded, planned steps are measured for real."""
 CLOSE = 0.002
@@ -189,7 +191,8 @@ class Planner:
     bridge: Bridge
     session: Session
     optimizer: str
-    trials: Trials = field(default_factory=Trials, compare=False, repr=False)
+    trials: Trials
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -223,7 +226,7 @@ class Planner:
             recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets, units=paths
         )
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
-        return Planner(recorded, bridge, session, name)
+        return Planner(recorded, bridge, session, name, Trials(session.reference))
 
     def plan(
         self,
@@ -242,13 +245,20 @@ class Planner:
         asked = parse_budget(budget, self.profile.peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent
+        target = limit
         for _ in range(CHECKS):
-            found = self._search_or_failure(limit, solver, time_limit_s, gap, say)
+            found = self._search_or_failure(target, solver, time_limit_s, gap, say)
             faults = self._faults(found.segments, say) if check else []
-            if not faults:
-                break
             for fault in faults:
                 self._refuse(fault)
+            if faults:
+                continue
+            if isinstance(found, Trial):
+                dry_run_peak, found = found.peak_bytes, self._as_measured(found)
+                if dry_run_peak <= target and found.peak_bytes > limit:
+                    target -= found.peak_bytes - limit
+                    continue
+            break
         else:
             found = self._unplanned_trial()
         if isinstance(found, _DryRunFailedError):
@@ -261,6 +271,13 @@ class Planner:
         say(f"running {len(segments)} segments against the unmodified step")
         needed = self.profile.peak_bytes() - self.profile.fixed_bytes()
         return self.trials.check(self.session.step, segments, needed)
+
+    def _as_measured(self, trial: Trial) -> Trial:
+        """Raise a trial's peak to what the allocator gave out, where the planned step was run."""
+        if self.trials.peak_bytes is None or self.profile.accumulation:
+            return trial
+        alive = self.trials.peak_bytes + self.profile.fixed_bytes() - self.profile.unseen_bytes
+        return replace(trial, peak_bytes=max(trial.peak_bytes, alive))
 
     def _refuse(self, fault: Fault) -> None:
         members = [call for segment in fault.segments for call in segment.members]
@@ -336,6 +353,14 @@ class Planner:
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
         segments = tuple(self.planned_segment(segment) for segment in solution.segments)
+        if segments not in self._dry_runs:
+            if len(self._dry_runs) >= REMEMBERED:
+                del self._dry_runs[next(iter(self._dry_runs))]
+            self._dry_runs[segments] = self._dry_run(segments)
+        recording, peak = self._dry_runs[segments]
+        return Trial(solution, segments, recording, peak)
+
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[Recording, int]:
         model = self.session.step.model
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
@@ -346,8 +371,7 @@ class Planner:
         parts = self.profile.parts
         recorded = recording.peak_bytes() + parts.optimizer
         alive = max(recorded, measured) if measured else recorded + self.unseen_bytes(segments)
-        peak = max(alive, parts.optimizer_step_peak)
-        return Trial(solution, segments, recording, peak)
+        return recording, max(alive, parts.optimizer_step_peak)
 
     def _measured_bytes(self) -> int:
         """Return the allocator's peak of the step as the model is now, where a recording does not tell it; else 0.

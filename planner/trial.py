@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..profiler.results import Results, run_steps
 from ..profiler.step import Step
 from ..profiler.timing import free_memory_bytes
 from .apply import apply_segments, unplanned
 from .plan import PlannedSegment
-from .results import Results, run_steps
 
 FREE_SHARE = 0.9
 """A step is run only if it needs no more than this share of the device's free memory."""
@@ -41,11 +41,13 @@ class Trials:
 
     Attributes:
         unchecked: Why a plan could not be checked, "" where it could.
+        peak_bytes: What the planned step last run allocated at most; None where none was run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: Results | None = None) -> None:
         self.unchecked = ""
-        self._reference: Results | None = None
+        self.peak_bytes: int | None = None
+        self._reference = reference
         self._repeats: bool | None = None
 
     def check(self, step: Step, segments: Sequence[PlannedSegment], needed_bytes: int) -> list[Fault]:
@@ -57,7 +59,7 @@ class Trials:
             needed_bytes: What the unmodified step allocates; where the device has not that much, nothing is run and
                 `unchecked` says so.
         """
-        self.unchecked = ""
+        self.unchecked, self.peak_bytes = "", None
         device = next(step.model.parameters()).device
         if not segments:
             return []
@@ -85,6 +87,7 @@ class Trials:
         except Exception as error:
             lines = str(error).strip().splitlines()
             return f"it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        self.peak_bytes = planned.peak_bytes
         return planned.first_difference(reference)
 
     def _differs(self, step: Step, segments: Sequence[PlannedSegment]) -> str:

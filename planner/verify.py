@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..profiler import BatchError
-from ..profiler.allocator import allocated_peak_bytes
 from ..profiler.preserve import preserved
 from ..profiler.profiling import CUDA_GRANULARITY
+from ..profiler.results import Arm, Difference, Results, run_steps
 from ..profiler.step import Loss, Step
 from ..profiler.timing import free_memory_bytes, timed_ns, train_once
 from .apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .plan import Plan
 from .planning import silent
-from .results import Arm, Difference, run_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +34,8 @@ class Verification:
         gradients: Comparison of every parameter's gradient.
         buffers: Comparison of every buffer.
         random_state_equal: Whether torch's, Python's and numpy's random states end the same.
-        repeatable: Whether the unmodified model equals itself bit for bit; where not, differences prove nothing.
+        repeatable: False where results differ, and the unmodified model's differ from its own as well: that proves
+            nothing then.
         predicted_peak_bytes: The plan's promise.
         measured_peak_bytes: The allocator's peak over the planned step, with what was alive before and the
             optimizer's state, which is counted but not executed.
@@ -104,7 +103,7 @@ def verify(
         plan: The plan to verify.
         loss: As for `plan`.
         steps: Steps after whose last the results are compared; parameters stay as they are, buffers go on.
-        repeats: Timed repeats of each arm, interleaved, after a warm-up; 0 measures no time.
+        repeats: Timed repeats of each arm, interleaved; 0 measures no time.
         progress: Called with a few words before each phase.
 
     Raises:
@@ -133,20 +132,17 @@ class _Bench:
     def run(self) -> Verification:
         fits = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes() < 0.9 * free_memory_bytes(self.device)
         self.say("running the planned step")
-        planned = run_steps(self.step, self._planned, self.steps)
+        planned = self._run(self._planned)
         self.say("running the unmodified step")
-        reference = run_steps(self.step, nullcontext if fits else self._planned, self.steps)
-        again = run_steps(self.step, nullcontext, self.steps) if fits else reference
+        reference = self._run(nullcontext if fits else self._planned)
         loss, gradients, buffers = planned.differences(reference)
-        repeats_itself = not any(difference.unequal for difference in again.differences(reference))
+        differs = any(difference.unequal for difference in (loss, gradients, buffers))
+        repeats_itself = not (differs and fits and self._run(nullcontext).first_difference(reference))
         same_random = planned.same_random_states(reference)
-        self.say("measuring peaks")
-        peak = self._peak(self._planned)
-        unplanned_peak = self._peak(nullcontext) if fits else None
         planned_ns, unplanned_ns = self._times(fits)
         batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
         return Verification(
-            exact=not (loss.unequal or gradients.unequal or buffers.unequal) and same_random,
+            exact=not differs and same_random,
             against="the unmodified model" if fits else "a second planned run (the unmodified model does not fit)",
             loss=loss,
             gradients=gradients,
@@ -154,8 +150,8 @@ class _Bench:
             random_state_equal=same_random,
             repeatable=repeats_itself,
             predicted_peak_bytes=self.plan.predicted_peak_bytes,
-            measured_peak_bytes=peak,
-            unplanned_measured_peak_bytes=unplanned_peak,
+            measured_peak_bytes=self._peak(planned),
+            unplanned_measured_peak_bytes=self._peak(reference) if fits else None,
             budget_bytes=self.plan.budget_bytes,
             predicted_overhead=self.plan.predicted_overhead,
             measured_overhead=planned_ns / unplanned_ns - 1 if planned_ns and unplanned_ns else None,
@@ -174,21 +170,15 @@ class _Bench:
         round_to = CUDA_GRANULARITY if self.device.type == "cuda" else 1
         return sum(-(-nbytes // round_to) * round_to for nbytes in storages.values()) + self.optimizer_bytes
 
-    def _peak(self, arm: Arm) -> int:
-        model = self.step.model
-        with preserved(model), arm():
-            gradient_bytes = 0
-            if self.accumulation:
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
-                        gradient_bytes += parameter.grad.untyped_storage().nbytes()
-            peak = allocated_peak_bytes(self.step.train, self.device)
+    def _run(self, arm: Arm) -> Results:
+        return run_steps(self.step, arm, self.steps, accumulation=self.accumulation)
+
+    def _peak(self, results: Results) -> int:
         floor = int(self.plan.step.get("optimizer_step_peak_bytes", 0))
-        return max(floor, peak + gradient_bytes + self._entry_bytes())
+        return max(floor, results.peak_bytes + self._entry_bytes())
 
     def _times(self, fits: bool) -> tuple[int | None, int | None]:
-        """Time both arms in turn; return the medians."""
+        """Time both arms, warmed up by now, in turn; return the medians."""
         if not self.repeats:
             return None, None
         planned: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .allocator import allocated_peak_bytes
 from .dry_run import DryRunError, dry_run, faked, record_step
 from .internals import forward_hooks
 from .optimizer import optimizer_bytes
 from .preserve import preserved
 from .recorder import RecordedOperator, Recording
 from .records import ModuleCall, Operator, Parts, Profile, Storage
+from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
 from .step import Loss, Step
@@ -26,14 +27,23 @@ CUDA_GRANULARITY = 512
 """PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Session:
-    """Hold what a step is profiled with, so that planned steps are recorded in just the same way."""
+    """Hold what a step is profiled with, so that planned steps are recorded in just the same way.
+
+    Attributes:
+        step: The step.
+        device: Where its model is.
+        scratch: Knows what operators allocate inside themselves.
+        accumulation: Gradients exist throughout.
+        reference: What the unmodified step computed, once it was run.
+    """
 
     step: Step
     device: torch.device
     scratch: ScratchMeter
     accumulation: bool
+    reference: Results | None = None
 
     @property
     def round_to(self) -> int:
@@ -86,7 +96,8 @@ def profile(
         loss: Takes the model's output to a scalar; default `output.loss`, else the mean of floating-point outputs.
         optimizer: An instance, or a name such as "adamw"; its state and step then count in the peak.
         accumulation: Count gradients as alive throughout.
-        repeats: Timed repeats after one warm-up; 0 estimates times by bytes moved and says so.
+        repeats: Most timed repeats after a warm-up (seconds of them are enough); 0 estimates times by bytes moved and
+            says so.
         session: What `open_session` returned, to share its measurements with later dry runs.
         progress: Called with a few words before each phase.
 
@@ -116,9 +127,9 @@ def profile(
     if fits and repeats > 0:
         with preserved(model):
             session.scratch.learn(step.train, device)
-        with preserved(model):
-            # Again without a dispatch mode, under which autograd sums gradients out of place.
-            allocated = allocated_peak_bytes(step.train, device)
+        # Again without a dispatch mode, under which autograd sums gradients out of place.
+        session.reference = run_steps(step, nullcontext)
+        allocated = session.reference.peak_bytes
     session.scratch.measure_alone()
     recording.fill_scratch(session.scratch)
     recorded = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
@@ -164,14 +175,15 @@ def _times(
     written = {recording.storages[i].name for o in recording.operators for i in o.writes}
     parameters = {name for name, _ in session.step.model.named_parameters()}
     with preserved(session.step.model, written_parameters=written & parameters):
-        times, same = operator_times(session.step, names, session.device, repeats)
-        forward_ns = timed_ns(lambda: forward_without_saving(session.step), session.device, repeats)
+        if session.reference is None:
+            forward_without_saving(session.step)
+        times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
     if not same:
         notes.append(
             "the real forward runs other operators than the dry run (it depends on data): figures are approximate"
         )
     host_ns = max(0, forward_ns - sum(times)) // max(1, len(times)) if session.device.type == "cpu" else 0
-    return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of {repeats}"
+    return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of up to {repeats}"
 
 
 def _moved_bytes(operator: RecordedOperator, recording: Recording) -> int:
@@ -186,7 +198,7 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
     if lacking:
         return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
     with preserved(session.step.model):
-        return timed_ns(lambda: train_once(session.step), session.device, max(1, repeats - 1)), "measured"
+        return timed_ns(lambda: train_once(session.step), session.device, repeats), "measured"
 
 
 def _parts(session: Session, recording: Recording, optimizer: Optimizer | str | None) -> Parts:

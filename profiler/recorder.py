@@ -56,6 +56,7 @@ class RecordedOperator:
     scratch_key: str | None
     is_random: bool
     is_inplace: bool
+    of_view: bool
     is_view: bool
     private_generator: bool
     fills_argument: bool
@@ -150,20 +151,19 @@ class Recorder(TorchDispatchMode):
     def _accumulate_in_place(self) -> None:
         """Let a sum of gradients take the place of its first term, as it does when no dispatch mode watches.
 
-        Autograd adds a second gradient to a waiting one in place if nothing else holds that; under a dispatch mode it
-        makes a new tensor. A waiting gradient is a term that an earlier node made and that dies with the sum.
+        Autograd adds a second gradient to a waiting one in place if nothing else holds that, as a view's base would;
+        under a dispatch mode it makes a new tensor. The waiting gradient is the first term; an earlier node made it,
+        and it dies with the sum.
         """
         operators, storages = self.recording.operators, self.recording.storages
         for k in range(self.recording.loss_stop, len(operators)):
             added = operators[k]
             if added.name != "aten.add.Tensor" or added.grad_enabled or len(added.produces) != 1:
                 continue
-            for index in added.reads:
-                waiting = storages[index]
-                earlier = waiting.born >= 0 and operators[waiting.born].sequence != added.sequence
-                if earlier and waiting.last == k and waiting.nbytes == added.output_bytes:
-                    waiting.last = k - 1
-                    break
+            waiting = storages[added.reads[0]]
+            earlier = waiting.born >= 0 and operators[waiting.born].sequence != added.sequence
+            if earlier and waiting.last == k and waiting.nbytes == added.output_bytes and not added.of_view:
+                waiting.last = k - 1
 
     def identify(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
         """Return the number of a tensor's storage, and whether it was not known before.
@@ -236,6 +236,7 @@ class Recorder(TorchDispatchMode):
                 scratch_key=self._scratch.key(func, args, kwargs, outputs) if self._scratch is not None else None,
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
                 is_inplace=bool(writes),
+                of_view=bool(inputs) and inputs[0]._is_view(),
                 is_view=bool(outputs) and not produced and not writes,
                 private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
                 fills_argument=func.overloadpacket not in _BATCH_NORMS

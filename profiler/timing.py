@@ -1,4 +1,4 @@
-"""Measure operator and step times on the model's own device."""
+"""Measure operator and step times on the model's own device, warmed up by the caller."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from .internals import kineto_events, ran_on_cpu
 from .step import Step
 
 _MARK = "remat.operator"
+ENOUGH_NS = 2_000_000_000
+"""Runs as long as this need no repeating: what disturbs a short one averages out in them."""
 
 
 class _Marker(TorchDispatchMode):
@@ -51,34 +53,40 @@ def _never(_: object) -> torch.Tensor:
     raise AssertionError("backward of a forward that saved nothing")
 
 
-def operator_times(step: Step, names: Sequence[str], device: torch.device, repeats: int) -> tuple[list[int], bool]:
-    """Time every operator of forward and loss: its own kernels, by median over repeats, in nanoseconds.
+def operator_times(step: Step, names: Sequence[str], device: torch.device, repeats: int) -> tuple[list[int], int, bool]:
+    """Time the forward and every operator of it: its own kernels, by median over repeats, in nanoseconds.
 
     Args:
-        step: The step; its model's state must be preserved by the caller.
-        names: The operators expected, in order (from the recording).
+        step: The step, warmed up; its model's state must be preserved by the caller.
+        names: The operators of forward and loss expected, in order (from the recording).
         device: Where the model is.
-        repeats: Measured runs, after one that warms up.
+        repeats: The most repeats; fewer where `ENOUGH_NS` have been measured.
 
     Returns:
-        Nanoseconds for each expected operator, and whether the real forward ran exactly the expected operators. When
-        it did not (data-dependent paths), times are matched by operator name and occurrence.
+        Nanoseconds for each expected operator; nanoseconds of forward and loss; and whether the real forward ran
+        exactly the expected operators. When it did not (data-dependent paths), times are matched by operator name and
+        occurrence.
     """
-    forward_without_saving(step)
     runs: list[list[int]] = []
     seen: list[str] = []
-    for _ in range(repeats):
+
+    def run() -> None:
+        forward_without_saving(step)
+
+    def run_marked() -> None:
         marker = _Marker()
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         with torch_profile(activities=activities) as profiler:
             with marker:
-                forward_without_saving(step)
+                run()
             synchronize(device)
         durations = _durations(profiler, device)
         assert len(durations) == len(marker.names), "torch.profiler dropped operators"
         runs.append(_match(marker.names, durations, names))
-        seen = marker.names
-    return [int(median(times)) for times in zip(*runs, strict=True)], seen == list(names)
+        seen[:] = marker.names
+
+    forward_ns = timed_ns(run, device, repeats, between=run_marked)
+    return [int(median(times)) for times in zip(*runs, strict=True)], forward_ns, seen == list(names)
 
 
 def _durations(profiler: Any, device: torch.device) -> list[int]:
@@ -128,17 +136,28 @@ def _occurrences(names: Sequence[str]) -> list[tuple[str, int]]:
     return keys
 
 
-def timed_ns(run: Callable[[], Any], device: torch.device, repeats: int) -> int:
-    """Return the median wall time of a run in nanoseconds, the device's work included; the first run is thrown away."""
+def timed_ns(
+    run: Callable[[], Any], device: torch.device, repeats: int, *, between: Callable[[], Any] | None = None
+) -> int:
+    """Return the median wall time of a run that is warmed up, in nanoseconds, the device's work included.
+
+    Args:
+        run: What is timed.
+        device: Where its work is done.
+        repeats: The most runs; fewer where `ENOUGH_NS` have been measured.
+        between: Run after each.
+    """
     times: list[int] = []
-    for _ in range(repeats + 1):
+    while len(times) < repeats and sum(times) < ENOUGH_NS:
         synchronize(device)
         start = time.perf_counter_ns()
         result = run()
         synchronize(device)
         times.append(time.perf_counter_ns() - start)
         del result
-    return int(median(times[1:]))
+        if between is not None:
+            between()
+    return int(median(times))
 
 
 def train_once(step: Step) -> None:

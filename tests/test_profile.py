@@ -207,3 +207,22 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_an_unknown_optimizer_names_the_known_ones():
     with pytest.raises(BatchError, match="adamw"):
         profile(nn.Linear(2, 2), torch.ones(2, 2), optimizer="adamwx", repeats=0)
+
+
+class Tied(nn.Module):
+    """Its largest moment is the sum of the tied weight's two gradients, the first of which is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 64), nn.Linear(64, 4096, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).logsumexp(-1).mean()
+
+
+def test_the_sum_of_a_tied_weights_gradients_is_recorded_as_the_allocator_sees_it():
+    profiled = profile(Tied(), torch.arange(8), loss=lambda out: out, repeats=1)
+    assert profiled.unseen_bytes == 0
+    weight = 4096 * 64 * 4
+    assert profiled.peak_bytes() - profiled.fixed_bytes() == pytest.approx(3 * weight, rel=0.01)

@@ -1,4 +1,4 @@
-"""What a training step computes, bit for bit: loss, gradients, buffers, random states, and their comparison."""
+"""What a training step computes, bit for bit (loss, gradients, buffers, random states), and the memory it takes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..profiler.preserve import preserved
-from ..profiler.step import Step
+from .allocator import allocated_peak_bytes
+from .preserve import preserved
+from .step import Step
 
 Values = dict[str, torch.Tensor]
 Arm = Callable[[], AbstractContextManager[Any]]
@@ -41,12 +42,21 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Hold what was computed by the end of the last step run."""
+    """Hold what was computed by the end of the last step run, on the CPU, and the memory that step took.
+
+    Attributes:
+        loss: The loss, under "loss".
+        gradients: By parameter name.
+        buffers: By name.
+        random_states: Of torch, the device, Python and numpy.
+        peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
+    """
 
     loss: Values
     gradients: Values
     buffers: Values
     random_states: tuple[Any, ...]
+    peak_bytes: int
 
     def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
         """Compare losses, gradients and buffers."""
@@ -69,27 +79,44 @@ class Results:
         return "" if self.same_random_states(other) else "the random state after the step differs"
 
 
-def run_steps(step: Step, arm: Arm, steps: int = 1) -> Results:
+def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = False) -> Results:
     """Run training steps for real and return what they computed; the model is left as it was.
 
     Args:
         step: The step.
         arm: What surrounds the steps.
         steps: How many; parameters stay as they are, buffers and random states go on.
+        accumulation: Let gradients exist from the beginning of each.
     """
     model = step.model
     device = next(model.parameters()).device
+    ran: list[torch.Tensor] = []
     with preserved(model), arm():
-        _, value = step.train()
         for _ in range(steps - 1):
-            model.zero_grad(set_to_none=True)
-            _, value = step.train()
+            _clear_gradients(model, accumulation)
+            step.train()
+        present = _clear_gradients(model, accumulation)
+        peak = allocated_peak_bytes(lambda: ran.append(step.train()[1]), device)
         return Results(
-            loss={"loss": value.detach().clone()},
-            gradients={n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None},
-            buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+            loss={"loss": _copy(ran[0])},
+            gradients={name: _copy(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+            buffers={name: _copy(buffer) for name, buffer in model.named_buffers()},
             random_states=_random_states(device),
+            peak_bytes=present + peak,
         )
+
+
+def _clear_gradients(model: torch.nn.Module, accumulation: bool) -> int:
+    """Take gradients away, or set them to zero when accumulating; return the bytes they then hold."""
+    nbytes = 0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if accumulation and parameter.requires_grad else None
+        nbytes += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
+    return nbytes
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def compare_values(ours: Values, theirs: Values) -> Difference:
