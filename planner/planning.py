@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import BatchError, Profile, Session, open_session, profile
-from ..profiler.allocator import allocated_peak_bytes
+from ..profiler.allocator import allocated_peak_bytes, collected
 from ..profiler.preserve import preserved
 from ..profiler.recorder import Recording
 from ..profiler.step import Loss
@@ -195,6 +195,7 @@ class Planner:
     _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int]] = field(default_factory=dict, repr=False)
 
     @staticmethod
+    @collected()
     def of(
         model: nn.Module,
         batch: object,
@@ -228,6 +229,7 @@ class Planner:
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
         return Planner(recorded, bridge, session, name, Trials(session.reference))
 
+    @collected()
     def plan(
         self,
         budget: int | str,

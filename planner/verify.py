@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..profiler import BatchError
+from ..profiler.allocator import collected
 from ..profiler.preserve import preserved
 from ..profiler.profiling import CUDA_GRANULARITY
 from ..profiler.results import Arm, Difference, Results, run_steps
@@ -83,6 +84,7 @@ class Verification:
         return "\n".join(lines)
 
 
+@collected()
 def verify(
     model: nn.Module,
     batch: object,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,20 @@ from .internals import kineto_events
 
 _MARK = "remat.measured"
 Window = Callable[[Callable[[], Any]], Any]
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """Collect garbage once, and leave what is alive then out of the collections that measuring needs: they are fast."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:

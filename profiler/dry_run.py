@@ -169,7 +169,6 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep Python's cycle collector out, so that storages die when their last reference goes and not at random."""
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

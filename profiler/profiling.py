@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .allocator import collected
 from .dry_run import DryRunError, dry_run, faked, record_step
 from .internals import forward_hooks
 from .optimizer import optimizer_bytes
@@ -75,6 +76,7 @@ def open_session(model: nn.Module, batch: object, loss: Loss | None, *, accumula
     return Session(step, device, ScratchMeter(), accumulation)
 
 
+@collected()
 def profile(
     model: nn.Module,
     batch: object,
