@@ -89,8 +89,10 @@ class Applied:
         planned.sessions.top.mark(removed=False)
         for key, module in enumerate(binding.modules):
             member, scope = key in binding.members, key in binding.scopes
-            traced = binding.traced.get(key)
-            self._attached.append(PlannedForward(planned, key, module, counted=not member, scope=scope, traced=traced))
+            single, traced = key in binding.singles, binding.traced.get(key)
+            self._attached.append(
+                PlannedForward(planned, key, module, counted=not member, scope=scope, single=single, traced=traced)
+            )
             if member:
                 self._attached.append(MemberCall(planned, key, module))
         planned.applied = self
@@ -167,6 +169,7 @@ class _Binding:
     Attributes:
         modules: Every module that needs something attached; a module's key is its position.
         members: Keys of members of runs.
+        singles: Keys of modules that segments of one call are calls of.
         scopes: Keys of modules whose loops may hold runs, and of the root.
         traced: What modules with top-level segments do while the compiler traces them, by key.
     """
@@ -177,6 +180,7 @@ class _Binding:
         self._keys: dict[int, int] = {}
         self.modules: list[nn.Module] = []
         self.members: set[int] = set()
+        self.singles: set[int] = set()
         self.scopes: set[int] = {self._key(root)}
         self.traced: dict[int, Traced] = {}
 
@@ -204,6 +208,8 @@ class _Binding:
         calls = tuple((self._key(m), call.index) for m, call in zip(members, planned.members, strict=True))
         if len(calls) > 1:
             self._admit_run(planned, members, calls, where)
+        else:
+            self.singles.update(key for key, _ in calls)
         segment = Segment(
             root=self._root,
             where=where,

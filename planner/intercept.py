@@ -88,16 +88,17 @@ class StandIn:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     @property
-    def _bound(self) -> Callable[..., Any]:
+    def bound(self) -> Callable[..., Any]:
+        """What `original` runs now, as an object."""
         return self.previous or MethodType(getattr(type(self.module), self.method), self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._bound)
+        return inspect.signature(self.bound)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
-            return getattr(self._bound, name)
+            return getattr(self.bound, name)
         raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -118,17 +119,28 @@ class PlannedForward(StandIn):
         module: The module.
         counted: Whether this counts the module's calls; a `MemberCall` does where there is one.
         scope: Whether runs may be open in the module's own loop.
+        single: Whether segments of one call begin here.
         traced: What to do while the compiler traces the call.
     """
 
     method = "forward"
 
     def __init__(
-        self, planned: Planned, key: int, module: nn.Module, *, counted: bool, scope: bool, traced: Traced | None
+        self,
+        planned: Planned,
+        key: int,
+        module: nn.Module,
+        *,
+        counted: bool,
+        scope: bool,
+        single: bool,
+        traced: Traced | None,
     ) -> None:
         super().__init__(planned, key, module)
         self.counted = counted
         self.scope = scope
+        # A member's forward is then of interest to the compiler only.
+        self.passive = not (counted or scope or single)
         self.traced = traced
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +156,8 @@ class PlannedForward(StandIn):
             if self.traced is None or not planned.traced_in_force():
                 return self.original(*args, **kwargs)
             return _beside_compiler(self, planned.sessions, args, kwargs)
+        if self.passive:
+            return self.original(*args, **kwargs)
         session = planned.sessions.here
         if not planned.in_force(session):
             return self.original(*args, **kwargs)
@@ -212,12 +226,13 @@ class MemberCall(StandIn):
             return self.original(*args, **kwargs)
         index = counts.get(self.key, 0)
         counts[self.key] = index + 1
-        loop = begin_runs(planned.sessions, (self.key, index), args, kwargs)
+        loop = begin_runs(planned.sessions, session, (self.key, index), args, kwargs)
         session.loop = None
         if loop is None:
             return self.original(*args, **kwargs)
-        loop.begin_call(self.module, args, kwargs)
-        output = self.original(*args, **kwargs)
+        original = self.bound
+        loop.begin_call(self, original, args, kwargs)
+        output = original(*args, **kwargs)
         session.loop = loop
         loop.end_call(output)
         if loop.runs:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _len_torch_function_stack
+from torch._C import _pop_torch_function_stack as _pop_mode
+from torch._C import _push_on_torch_function_stack as _push_mode
 from torch._C._autograd import _make_saved_tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.backends import cuda
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
@@ -100,22 +102,22 @@ def function_mode_count() -> int:
 def insert_function_mode(mode: TorchFunctionMode, height: int) -> None:
     """Put a torch function mode in force beneath all but the first `height` ones."""
     above = [_pop_mode() for _ in range(_len_torch_function_stack() - height)]
-    for each in [mode, *reversed(above)]:
-        _push_mode(each)
+    _push_mode(mode)
+    while above:
+        _push_mode(above.pop())
 
 
 def remove_function_mode(mode: TorchFunctionMode) -> bool:
     """Take a torch function mode out of force wherever it is; return whether it was there."""
     above: list[TorchFunctionMode] = []
-    found = False
-    while not found and _len_torch_function_stack():
+    top = None
+    while top is not mode and _len_torch_function_stack():
         top = _pop_mode()
-        found = top is mode
-        if not found:
+        if top is not mode:
             above.append(top)
-    for each in reversed(above):
-        _push_mode(each)
-    return found
+    while above:
+        _push_mode(above.pop())
+    return top is mode
 
 
 def ambient_settings() -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from .internals import (
 )
 from .packing import Inputs, tensors_in
 from .region import Region
-from .session import CallKey, Segment, Sessions
+from .session import CallKey, Segment, Session, Sessions
 from .tape import Tape
 
 
@@ -126,10 +126,23 @@ class Loop:
                 "context?) was left between two of its members; plan each member as a segment of its own"
             )
 
-    def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that a member is about to run."""
+    def begin_call(
+        self,
+        member: Callable[..., Any],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Record that a member is about to run.
+
+        Args:
+            member: What a replay calls where segments may begin in it.
+            original: What it calls where none can.
+            args: The call's positional arguments.
+            kwargs: The call's keyword arguments.
+        """
         for run in self.runs:
-            run.tape.record(module, args, kwargs)
+            run.tape.record(member if run.segment.inside.begins else original, args, kwargs)
         self.in_member = True
 
     def end_call(self, output: Any) -> None:
@@ -154,10 +167,11 @@ class Loop:
             Whether any was ended.
         """
         for position in reversed(range(len(self.runs))):
-            if self.runs[position].outer.holds(call):
+            run = self.runs[position]
+            if call in run.outer.begins:
                 self.leave_from(position)
                 return True
-            if self.runs[position].segment.inside.holds(call):
+            if call in run.segment.inside.begins:
                 return False
         return False
 
@@ -197,9 +211,10 @@ class _Between(TorchFunctionMode):
         return output
 
 
-def begin_runs(sessions: Sessions, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loop | None:
+def begin_runs(
+    sessions: Sessions, session: Session, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Loop | None:
     """Begin every run whose first member's call this is, outer ones first, and return the loop it belongs to."""
-    session = sessions.here
     loop = session.loop
     if loop is not None:
         loop.pause()

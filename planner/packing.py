@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,10 @@ _CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes, slice, range, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.nn.Module, enum.Enum, type),
 )
+
+
+# The positional arguments and the keyword arguments of a call; most hold tensors directly, which is the short way.
+PackedCall = tuple[list[Any], dict[str, Any]]
 
 
 class Slot:
@@ -79,7 +83,7 @@ def pack(value: Any, slot: Callable[[torch.Tensor], Any], objects: list[Any]) ->
     return value
 
 
-def rebuild(template: Any, values: Mapping[int, torch.Tensor]) -> Any:
+def rebuild(template: Any, values: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]) -> Any:
     """Return a packed value with fresh containers, and the slots filled from `values`."""
     kind = type(template)
     if kind is Slot:
@@ -100,6 +104,28 @@ def rebuild(template: Any, values: Mapping[int, torch.Tensor]) -> Any:
     return template
 
 
+def pack_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], slot: Callable[[torch.Tensor], Any], objects: list[Any]
+) -> PackedCall:
+    """Return the arguments of a call, packed."""
+    tensor = torch.Tensor
+    return (
+        [slot(item) if isinstance(item, tensor) else pack(item, slot, objects) for item in args],
+        pack(kwargs, slot, objects) if kwargs else kwargs,
+    )
+
+
+def rebuild_call(
+    packed: PackedCall, values: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a packed call, the slots filled from `values`."""
+    args, kwargs = packed
+    return (
+        [values[item.number] if type(item) is Slot else rebuild(item, values) for item in args],
+        rebuild(kwargs, values) if kwargs else kwargs,
+    )
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value in the order `pack` meets them."""
     if isinstance(value, torch.Tensor):
@@ -118,7 +144,7 @@ class Inputs:
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self.template = pack((args, kwargs), self._slot, self.objects)
+        self.template = pack_call(args, kwargs, self._slot, self.objects)
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         number = self._numbers.setdefault(id(tensor), len(self.tensors))

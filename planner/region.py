@@ -9,7 +9,7 @@ import torch
 
 from .errors import ApplyError, ReplayStateError
 from .internals import ambient_settings, buffers_of, checkpoint_generator, is_sharded, set_ambient, version_of
-from .packing import Inputs, picture, rebuild, refuse_iterators
+from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
 
 _NO_COUNTS: dict[int, int] = {}
@@ -52,7 +52,7 @@ class Region:
         self._versions = [version_of(tensor) for tensor in inputs.tensors]
         self._flags = [module.training for module in segment.modules]
         self._ambient = ambient_settings()
-        self._counts = _NO_COUNTS if session.counts is None or segment.inside.empty else session.counts.copy()
+        self._counts = _NO_COUNTS if session.counts is None or not segment.inside.begins else session.counts.copy()
         self._generator = checkpoint_generator(
             self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
         )
@@ -135,7 +135,7 @@ class Region:
             )
 
     def _replay(self, *tensors: torch.Tensor) -> None:
-        if self.segment.removed and not self.segment.inside.empty:
+        if self.segment.removed and self.segment.inside.begins:
             raise ReplayStateError(
                 f"segment {self.segment.where}: the plan was removed between forward and backward, and the segments "
                 "inside this one are gone; run backward before remove()"
@@ -145,14 +145,15 @@ class Region:
             self._report_change(facts)
         flags = [module.training for module in self.segment.modules]
         ambient = ambient_settings()
-        originals = [(module, name, buffers_of(module)[name]) for module, name in self.segment.buffers]
+        buffers = self.segment.buffers
+        originals = [(m, name, buffers_of(m)[name]) for m, name in buffers] if buffers else ()
         try:
             if flags != self._flags:
                 _set_flags(self.segment, self._flags)
             if ambient != self._ambient:
                 set_ambient(self._ambient)
             if originals:
-                for (module, name), value in zip(self.segment.buffers, self._clone(self._held), strict=True):
+                for (module, name), value in zip(buffers, self._clone(self._held), strict=True):
                     buffers_of(module)[name] = value
             self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
         finally:
@@ -204,7 +205,7 @@ class OneCall(Region):
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Call the forward again."""
-        args, kwargs = rebuild(self._template, dict(enumerate(tensors)))
+        args, kwargs = rebuild_call(self._template, tensors)
         self._forward(*args, **kwargs)
 
 

@@ -24,30 +24,26 @@ class Level:
     Attributes:
         singles: Segments of one call, by that call.
         runs: Segments of several calls, by the first of them.
-        empty: Whether there are none.
+        begins: The first calls of all of them.
     """
 
-    __slots__ = ("empty", "runs", "singles")
+    __slots__ = ("begins", "runs", "singles")
 
     def __init__(self) -> None:
-        self.empty = True
+        self.begins: set[CallKey] = set()
         self.singles: dict[CallKey, Segment] = {}
         self.runs: dict[CallKey, Segment] = {}
 
     def add(self, segment: Segment) -> None:
         """Admit a segment."""
         (self.singles if len(segment.calls) == 1 else self.runs)[segment.calls[0]] = segment
-        self.empty = False
+        self.begins.add(segment.calls[0])
 
     def mark(self, *, removed: bool) -> None:
         """Note whether the plan is taken off the model, so that nothing can begin inside a replay."""
         for segment in (*self.singles.values(), *self.runs.values()):
             segment.removed = removed
             segment.inside.mark(removed=removed)
-
-    def holds(self, call: CallKey) -> bool:
-        """Return whether a segment begins with this call."""
-        return call in self.singles or call in self.runs
 
 
 class Segment:
@@ -134,7 +130,7 @@ class Session:
         outer = self.level, self.counts, self.loop, self.replaying
         self.level, self.counts, self.loop, self.replaying = level, None, None, True
         try:
-            if level.empty:
+            if not level.begins:
                 body(*args)
             else:
                 self.counts = counts.copy()

@@ -13,7 +13,7 @@ import torch
 
 from .errors import ApplyError
 from .internals import next_node_number, node_number
-from .packing import Inputs, Slot, pack, rebuild, refuse_iterators, tensors_in
+from .packing import Inputs, PackedCall, Slot, pack_call, rebuild_call, refuse_iterators, tensors_in
 
 _HOOK_NODE = "BackwardHookFunctionBackward"
 
@@ -21,13 +21,15 @@ _HOOK_NODE = "BackwardHookFunctionBackward"
 class Entry:
     """One recorded step: a call of a module or of a torch function."""
 
-    __slots__ = ("arguments", "function", "gradients", "outputs")
+    __slots__ = ("arguments", "dying", "function", "gradients", "outputs")
 
-    def __init__(self, function: Callable[..., Any], arguments: Any, gradients: bool) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: PackedCall, gradients: bool) -> None:
         self.function = function
         self.arguments = arguments
         self.gradients = gradients
         self.outputs: list[int] = []
+        # Tensors that no later step uses.
+        self.dying: list[int] = []
 
 
 class Tape:
@@ -64,7 +66,7 @@ class Tape:
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put a step on the tape, before or after it runs; `finish` adds what it returned."""
         objects: list[Any] = []
-        arguments = pack((args, kwargs), self._slot, objects)
+        arguments = pack_call(args, kwargs, self._slot, objects)
         if objects:
             refuse_iterators(objects, self._where)
         self.entries.append(Entry(function, arguments, torch.is_grad_enabled()))
@@ -91,6 +93,8 @@ class Tape:
     def close(self) -> None:
         """Forget which tensors the numbers stood for; nothing is recorded after this."""
         self._known.clear()
+        for number, step in self._last_use.items():
+            self.entries[step].dying.append(number)
         # The capturing run owns this tape: a way back would be a cycle, and its memory would wait for the collector.
         self._capture = None
 
@@ -99,11 +103,9 @@ class Tape:
         values = dict(enumerate(inputs))
         for number, restore in self._captured.items():
             values[number] = restore()
-        dying: dict[int, list[int]] = {}
-        for number, step in self._last_use.items():
-            dying.setdefault(step, []).append(number)
+        last_use = self._last_use
         for step, entry in enumerate(self.entries):
-            args, kwargs = rebuild(entry.arguments, values)
+            args, kwargs = rebuild_call(entry.arguments, values)
             if entry.gradients:
                 output = entry.function(*args, **kwargs)
             else:
@@ -112,9 +114,9 @@ class Tape:
             del args, kwargs
             if entry.outputs:
                 produced = zip(entry.outputs, tensors_in(output), strict=True)
-                values.update((n, tensor) for n, tensor in produced if self._last_use.get(n, -1) > step)
+                values.update([(n, tensor) for n, tensor in produced if last_use.get(n, -1) > step])
             del output
-            for number in dying.get(step, ()):
+            for number in entry.dying:
                 values.pop(number, None)
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
