@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -33,7 +34,10 @@ def _checkpointed(forward: Callable) -> Callable:
 
 @contextmanager
 def runs_checkpointed(chain: nn.Sequential, runs: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Call these runs of a chain's members under a checkpoint each, the other members as they are."""
+    """Call these runs of a chain's members under a checkpoint each, the other members as they are.
+
+    The checkpoint does what planned segments do: it brings random states back and stops a replay early.
+    """
     members = list(chain)
     first = {run[0]: run for run in runs}
 
@@ -45,7 +49,8 @@ def runs_checkpointed(chain: nn.Sequential, runs: Sequence[Sequence[int]]) -> It
                 value = members[position](value)
                 position += 1
             else:
-                value = checkpoint(_run_of([members[index] for index in run]), value, use_reentrant=False)
+                run_members = _run_of([members[index] for index in run])
+                value = checkpoint(run_members, value, use_reentrant=False, preserve_rng_state=True, early_stop=True)
                 position += len(run)
         return value
 
@@ -65,10 +70,30 @@ def _run_of(members: Sequence[nn.Module]) -> Callable:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Hold the seconds that each timed step took.
+
+    Attributes:
+        wall: By the clock.
+        cpu: Of the process, on all its threads: steadier where others use the machine too.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
 def interleaved(
     step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
 ) -> dict[str, list[float]]:
-    """Time a step under every arm, in turn, after one round that warms up; seconds by arm.
+    """Time a step under every arm as `timed_in_turn` does; seconds by the clock, by arm."""
+    return {name: times.wall for name, times in timed_in_turn(step, arms, rounds, warm=warm).items()}
+
+
+def timed_in_turn(
+    step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
+) -> dict[str, Times]:
+    """Time a step under every arm, in turn, after one round that warms up; times by arm.
 
     The order turns round with every round, so that neither drift nor neighbours favour an arm.
 
@@ -78,19 +103,20 @@ def interleaved(
         rounds: How often each is timed.
         warm: Run the step once untimed each time an arm is entered, so that work done once an entry does not count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    times = {name: Times() for name in arms}
     names = list(arms)
     for number in range(rounds + 1):
         for name in names if number % 2 else reversed(names):
             with arms[name]():
                 if warm:
                     step()
-                started = time.perf_counter()
+                started = time.perf_counter(), time.process_time()
                 step()
-                taken = time.perf_counter() - started
+                ended = time.perf_counter(), time.process_time()
             if number:
-                seconds[name].append(taken)
-    return seconds
+                times[name].wall.append(ended[0] - started[0])
+                times[name].cpu.append(ended[1] - started[1])
+    return times
 
 
 def ratio(seconds: Mapping[str, list[float]], arm: str, base: str) -> float:
