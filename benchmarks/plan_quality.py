@@ -3,11 +3,11 @@
     python benchmarks/plan_quality.py --models M4 M5
     python benchmarks/plan_quality.py --tables least --stage-shares 0.02 0.005
 
-Three tables. `budgets`: added time, as a share of the step, under budgets given as shares of the unplanned peak of the
-whole step. `trial`: the same peaks as a first trial of this method reached, and the share of a forward that it
-recomputed for them. `least`: the smallest peak within reach. The last two have dropout off and gradients allocated
-beforehand, count peaks above what is alive at the step's entry, and keep of the output only the loss (logits are
-dropped before backward), as the trial did.
+Four tables. `budgets`: added time, as a share of the step, under budgets given as shares of the unplanned peak of the
+whole step. `measured`: some of these plans run for real, step times interleaved with the unplanned step's. `trial`: the
+same peaks as a first trial of this method reached, and the share of a forward that it recomputed for them. `least`: the
+smallest peak within reach. The last two have dropout off and gradients allocated beforehand, count peaks above what is
+alive at the step's entry, and keep of the output only the loss (logits are dropped before backward), as the trial did.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from models import Built, build
+from models import NAMES, Built, build
 from remat.planner import InfeasibleBudgetError, Planner, verify
 from remat.planner.explain import explain_peak
 from remat.planner.host import host_costs
@@ -42,14 +42,15 @@ EVERY_BLOCK = {"M1s": 0.194, "M1e": 0.175, "M2": 0.273, "M3": 0.423, "M4": 0.551
 
 
 def main() -> None:
-    parser = options(__doc__, ("M4", "M5", "M2", "M1s", "M3", "M1e"), "plan_quality")
-    parser.add_argument("--tables", nargs="+", default=["budgets", "trial", "least"], help="which of the three")
+    parser = options(__doc__, NAMES, "plan_quality")
+    parser.add_argument("--tables", nargs="+", default=["budgets", "measured", "trial", "least"], help="which of them")
     parser.add_argument("--budgets", nargs="+", type=int, default=[80, 60, 50, 40, 30, 20], help="per cent")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each solve")
     parser.add_argument("--stage-shares", nargs="+", type=float, default=[SHARE], help="how finely stages are cut")
-    parser.add_argument("--measure", action="store_true", help="run the plans of the second table as well")
+    parser.add_argument("--solvers", nargs="+", default=["sqrt", "dp", "ilp"], help="whose plans are measured")
+    parser.add_argument("--measure", action="store_true", help="run the plans of the trial's table as well")
     given = parser.parse_args()
-    makers = {"budgets": budgets_table, "trial": trial_table, "least": least_table}
+    makers = {"budgets": budgets_table, "measured": measured_table, "trial": trial_table, "least": least_table}
     for name in given.tables:
         # A file for each table, so that one can be measured again without the others.
         publish(given.script, [makers[name](given)], given.out, name=f"{given.script}_{name}")
@@ -96,6 +97,33 @@ def cell_of(bridge: Bridge, solver: str, limit: int, time_limit_s: float) -> tup
         return f"≥ {100 * error.least_peak_bytes / bridge.profile.peak_bytes():.1f} % peak", 0.0
     mark = "*" if solution.status.value == "time_limit" else ""
     return f"{100 * solution.added_ns / step_ns:.2f}{mark}", 100 * solution.lower_bound_ns / step_ns
+
+
+def measured_table(given) -> Table:
+    """Run plans for real."""
+    rows: list[dict] = []
+    for name in given.models:
+        model, batch, loss = build(name, scale=given.scale)
+        planner = Planner.of(model, batch, loss=loss)
+        for share in given.budgets:
+            for solver in given.solvers:
+                row: dict = {"model": name, "budget": f"{share} %", "solver": solver}
+                rows.append(row)
+                try:
+                    plan = planner.plan(f"{share}%", solver=solver, time_limit_s=given.time_limit)
+                except InfeasibleBudgetError as error:
+                    row["budget"] += f" (least: {100 * error.least_peak_bytes / planner.profile.peak_bytes():.1f} %)"
+                    continue
+                found = verify(model, batch, plan, loss=loss, repeats=5)
+                row["predicted peak, % of unplanned"] = 100 * plan.predicted_peak_bytes / plan.unplanned_peak_bytes
+                row["measured peak, % of unplanned"] = 100 * found.measured_peak_bytes / plan.unplanned_peak_bytes
+                row["predicted added time, %"] = 100 * plan.predicted_overhead
+                row["measured added time, %"] = 100 * found.measured_overhead
+                row["measured less predicted, points"] = 100 * (found.measured_overhead - plan.predicted_overhead)
+                row["exact"] = found.exact
+                print(row, flush=True)
+    text = "Plans run for real: the allocator's peak, and step time over the unplanned step's, medians of 5 in turn"
+    return Table(name="plan_quality_measured", title=text, rows=rows, notes=scale_note(given.scale))
 
 
 def trial_table(given) -> Table:
