@@ -7,7 +7,9 @@ Joly and Shilova, "Optimal checkpointing for heterogeneous chains", ACM TOMS 50 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
+from . import greedy, sqrt, uniform
 from .errors import BudgetTooSmallError
 from .labels import LabelSearch
 from .problem import Problem, Segment
@@ -51,18 +53,29 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     bound = path.bound_ns
     if graph.pinned:
         status, bound = Status.FEASIBLE, 0
+    segments = segments_of(graph, path.edges)
     if not path.finished:
         status = Status.TIME_LIMIT
         note = f"{note}; " * bool(note) + f"stopped at the time limit of {time_limit_s} s"
+        segments = _cheapest(problem, segments)
     return make_solution(
         problem,
-        segments_of(graph, path.edges),
+        segments,
         solver="dp",
         started_ns=started,
         status=status,
         lower_bound_ns=bound,
         note=note,
     )
+
+
+def _cheapest(problem: Problem, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return the cheapest of a plan that fits and the heuristics' plans."""
+    plans = [segments]
+    for heuristic in (sqrt, greedy, uniform):
+        with suppress(BudgetTooSmallError):
+            plans.append(heuristic.solve(problem).segments)
+    return min(plans, key=lambda plan: simulate(problem, plan, trace=False).added_ns)
 
 
 def segments_of(graph: RetentionGraph, edges: list[int]) -> tuple[Segment, ...]:

@@ -129,3 +129,20 @@ def test_a_time_limit_of_nothing_still_gives_a_plan_that_fits():
             assert solution.peak_bytes <= problem.budget_bytes
             if solution.status is Status.TIME_LIMIT:
                 assert "time limit" in solution.note
+
+
+def test_a_time_limit_of_nothing_is_never_worse_than_a_heuristic():
+    rng = np.random.default_rng(53)
+    solved = 0
+    for _ in range(12):
+        problem = random_graph(rng, 12, every=True)
+        problem = replace(problem, budget_bytes=int(0.8 * simulate(problem, ()).peak_bytes))
+        for heuristic in ("sqrt", "greedy", "uniform"):
+            try:
+                added = SOLVERS[heuristic](problem).added_ns
+            except BudgetTooSmallError:
+                continue
+            solved += 1
+            assert SOLVERS["dp"](problem, time_limit_s=0.0).added_ns <= added
+            assert SOLVERS["ilp"](problem, time_limit_s=0.0).added_ns <= added
+    assert solved > 12
