@@ -9,7 +9,7 @@ BIN := .venv/bin
 TOOLS := .venv/.tools
 WHEEL := .venv/.wheel
 SOURCES := $(shell find planner profiler solvers -name '*.py' -o -name '*.html' -o -name py.typed)
-BENCHMARKS ?= accuracy plan_quality planning_time apply_cost peers solver_scale checkmate
+BENCHMARKS ?= accuracy plan_quality planning_time apply_cost peers solver_scale checkmate largest_batch
 # The first of these that is Python 3.11 or newer; `make PYTHON=/path/to/python test` takes another.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$name" && break; done)
