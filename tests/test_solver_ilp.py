@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from remat.solvers import BudgetTooSmallError, Status, dp, ilp
 
+from . import test_solver_dp
 from .instances import random_chain, random_graph, with_budget, with_negative_extras
 from .oracle import flat_oracle, operator_oracle
 
@@ -32,16 +33,18 @@ def _budgeted(rng, problem, oracle):
     return with_budget(rng, problem, min(peaks), max(peaks))
 
 
-def test_on_chains_it_equals_the_oracle():
+def test_on_two_thousand_chains_it_and_dp_equal_the_oracle():
     rng = np.random.default_rng(20)
     solved = 0
-    for _ in range(80):
-        problem = random_chain(rng, int(rng.integers(2, 7)))
+    for _ in range(2000):
+        problem = random_chain(rng, int(rng.integers(1, 7)))
         if rng.random() < 0.4:
             problem = with_negative_extras(rng, problem)
         oracle = flat_oracle(problem, {})
-        solved += _agrees(_budgeted(rng, problem, oracle), oracle)
-    assert solved > 50
+        problem = _budgeted(rng, problem, oracle)
+        solved += _agrees(problem, oracle)
+        test_solver_dp.agrees(problem, oracle)
+    assert solved > 1500
 
 
 def test_on_five_hundred_graphs_with_skips_and_operators_it_equals_the_oracle():
