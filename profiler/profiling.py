@@ -200,7 +200,8 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
     if lacking:
         return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
     with preserved(session.step.model):
-        return timed_ns(lambda: train_once(session.step), session.device, repeats), "measured"
+        known = [session.reference.step_ns] if session.reference is not None else []
+        return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
 
 
 def _parts(session: Session, recording: Recording, optimizer: Optimizer | str | None) -> Parts:

@@ -14,6 +14,7 @@ import torch
 from .allocator import allocated_peak_bytes
 from .preserve import preserved
 from .step import Step
+from .timing import timed_ns
 
 Values = dict[str, torch.Tensor]
 Arm = Callable[[], AbstractContextManager[Any]]
@@ -50,6 +51,7 @@ class Results:
         buffers: By name.
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
+        step_ns: Wall time of the step, while memory was watched.
     """
 
     loss: Values
@@ -57,6 +59,7 @@ class Results:
     buffers: Values
     random_states: tuple[Any, ...]
     peak_bytes: int
+    step_ns: int
 
     def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
         """Compare losses, gradients and buffers."""
@@ -91,18 +94,22 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
     model = step.model
     device = next(model.parameters()).device
     ran: list[torch.Tensor] = []
+    times: list[int] = []
     with preserved(model), arm():
         for _ in range(steps - 1):
             _clear_gradients(model, accumulation)
             step.train()
         present = _clear_gradients(model, accumulation)
-        peak = allocated_peak_bytes(lambda: ran.append(step.train()[1]), device)
+        peak = allocated_peak_bytes(
+            lambda: times.append(timed_ns(lambda: ran.append(step.train()[1]), device, 1)), device
+        )
         return Results(
             loss={"loss": _copy(ran[0])},
             gradients={name: _copy(p.grad) for name, p in model.named_parameters() if p.grad is not None},
             buffers={name: _copy(buffer) for name, buffer in model.named_buffers()},
             random_states=_random_states(device),
             peak_bytes=present + peak,
+            step_ns=times[0],
         )
 
 

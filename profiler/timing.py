@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .step import Step
 
 _MARK = "remat.operator"
 ENOUGH_NS = 2_000_000_000
-"""Runs as long as this need no repeating: what disturbs a short one averages out in them."""
+"""Runs as long as this are repeated once only: what disturbs a short one averages out in them."""
 
 
 class _Marker(TorchDispatchMode):
@@ -60,7 +60,7 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
         step: The step, warmed up; its model's state must be preserved by the caller.
         names: The operators of forward and loss expected, in order (from the recording).
         device: Where the model is.
-        repeats: The most repeats; fewer where `ENOUGH_NS` have been measured.
+        repeats: The most repeats; only two where `ENOUGH_NS` have been measured.
 
     Returns:
         Nanoseconds for each expected operator; nanoseconds of forward and loss; and whether the real forward ran
@@ -86,7 +86,7 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
         seen[:] = marker.names
 
     forward_ns = timed_ns(run, device, repeats, between=run_marked)
-    return [int(median(times)) for times in zip(*runs, strict=True)], forward_ns, seen == list(names)
+    return [median_low(times) for times in zip(*runs, strict=True)], forward_ns, seen == list(names)
 
 
 def _durations(profiler: Any, device: torch.device) -> list[int]:
@@ -137,18 +137,24 @@ def _occurrences(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def timed_ns(
-    run: Callable[[], Any], device: torch.device, repeats: int, *, between: Callable[[], Any] | None = None
+    run: Callable[[], Any],
+    device: torch.device,
+    repeats: int,
+    *,
+    known: Sequence[int] = (),
+    between: Callable[[], Any] | None = None,
 ) -> int:
-    """Return the median wall time of a run that is warmed up, in nanoseconds, the device's work included.
+    """Return the (low) median wall time of a run that is warmed up, in nanoseconds, the device's work included.
 
     Args:
         run: What is timed.
         device: Where its work is done.
-        repeats: The most runs; fewer where `ENOUGH_NS` have been measured.
-        between: Run after each.
+        repeats: The most times taken; only two where `ENOUGH_NS` have been measured.
+        known: Times taken already.
+        between: Run after each run.
     """
-    times: list[int] = []
-    while len(times) < repeats and sum(times) < ENOUGH_NS:
+    times = list(known)
+    while len(times) < min(repeats, 2) or (len(times) < repeats and sum(times) < ENOUGH_NS):
         synchronize(device)
         start = time.perf_counter_ns()
         result = run()
@@ -157,7 +163,7 @@ def timed_ns(
         del result
         if between is not None:
             between()
-    return int(median(times))
+    return median_low(times)
 
 
 def train_once(step: Step) -> None:
