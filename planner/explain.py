@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from ..profiler.recorder import Recording
 from ..profiler.records import Profile
 from .budget import format_bytes
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WORDS = {
     "parameter": "parameters",
     "buffer": "buffers",
@@ -18,6 +20,8 @@ _WORDS = {
 
 def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, limit: int = 4) -> str:
     """Say where the peak of a recorded step is and what is alive there, largest first, as shares of the peak.
+
+    Activations go by the module that made them; modules whose paths differ in numbers only count as one: `h.*.mlp`.
 
     Args:
         recording: A recorded step, planned or not.
@@ -41,7 +45,7 @@ def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, lim
             if storage.kind in _WORDS:
                 held[_WORDS[storage.kind]] += storage.nbytes
             else:
-                held[f"{_place(recording, storage.born)}"] += storage.nbytes
+                held[f"activations of {_NUMBER.sub('*', _place(recording, storage.born))}"] += storage.nbytes
     scratch = recording.operators[at].scratch_bytes
     if scratch:
         held["workspace inside the operator"] = scratch

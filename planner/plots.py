@@ -208,7 +208,9 @@ def _annotate_peak(axis: Axes, timeline: Timeline, unit: int, top: float) -> Non
     at, height = timeline.peak_at() + 0.5, timeline.peak_bytes / unit
     axis.plot(at, height, marker="v", color=BLACK, markersize=6)
     place, _, held = timeline.peak_words.partition(": ")
-    words = textwrap.fill(f"peak in the {place}", 60) + "\n" + textwrap.fill(held, 60)
+    # An item is not broken in two: its spaces are made unbreakable.
+    items = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in held.split(", "))
+    words = textwrap.fill(f"peak in the {place}", 60) + "\n" + textwrap.fill(items, 60)
     left = at < 0.5 * len(timeline.total())
     axis.annotate(
         words,
