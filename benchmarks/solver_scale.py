@@ -20,6 +20,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from remat.solvers import SOLVERS, Problem, simulate
 from solver_problems import FIXED_BYTES, blocks_with_operators, unequal_chain
+from tables import measured_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,8 @@ def write_table(rows: list[Row], rate: str, out: Path) -> None:
         writer.writerows([getattr(row, name) for name in names] for row in rows)
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(str(getattr(row, name)) for name in names) + " |" for row in rows]
-    (out / "solver_scale.md").write_text("\n".join([*lines, "", rate, ""]))
+    header = f"Measured with `benchmarks/solver_scale.py`, {measured_on()}."
+    (out / "solver_scale.md").write_text("\n".join([header, "", *lines, "", rate, ""]))
 
 
 def draw(rows: list[Row], out: Path) -> None:
