@@ -10,10 +10,12 @@ or, where a user calls a part directly, that part.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from .errors import ApplyError
 from .intercept import MemberCall, Planned, PlannedForward, StandIn
@@ -40,6 +42,12 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     """
     check_subject(model, plan)
     plan.check(model)
+    if not plan.training:
+        warnings.warn(
+            "the plan was made with the model in eval mode and acts in eval mode only: for training, call "
+            "model.train() and make the plan again",
+            stacklevel=2,
+        )
     return apply_segments(model, plan.segments, training=plan.training)
 
 
@@ -163,6 +171,14 @@ def _refuse_own_checkpointing(model: nn.Module) -> None:
             )
 
 
+def _statistics(members: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the buffers that normalisation layers write in training, even if frozen at planning."""
+    for member in members:
+        for module in member.modules():
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                yield from ((module, name) for name, value in buffers_of(module).items() if value is not None)
+
+
 class _Binding:
     """Resolve the names of a plan to the objects of a model, and find fault before anything is changed.
 
@@ -210,6 +226,7 @@ class _Binding:
             self._admit_run(planned, members, calls, where)
         else:
             self.singles.update(key for key, _ in calls)
+        restored = [self._buffer(name, where) for name in planned.restored_buffers]
         segment = Segment(
             root=self._root,
             where=where,
@@ -218,7 +235,7 @@ class _Binding:
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
-            buffers=[self._buffer(name, where) for name in planned.restored_buffers],
+            buffers=list(dict.fromkeys([*restored, *_statistics(members)])),
             scope=self._loop_of(planned) if len(calls) > 1 else NO_SCOPE,
         )
         if parent is None:

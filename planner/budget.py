@@ -8,6 +8,8 @@ from .errors import PlanError
 
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_LEAST_BARE = 2**16
+"""A smaller number in text is rather a share or a count of larger units than bytes."""
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -36,6 +38,10 @@ def parse_budget(budget: int | str, unplanned_peak_bytes: int) -> int:
         if match is None or (unit != "%" and unit not in _UNITS):
             raise BudgetError(f"cannot read the budget {budget!r}: {expected}")
         number = float(match[1])
+        if not unit and number < _LEAST_BARE:
+            raise BudgetError(
+                f'the budget {budget!r} has no unit: write "{match[1]}%", "{match[1]}MiB" or "{match[1]}GiB"'
+            )
         amount = number / 100 * unplanned_peak_bytes if unit == "%" else number * _UNITS[unit]
     if amount < 1:
         raise BudgetError(f"the budget {budget!r} is not positive: {expected}")
@@ -55,8 +61,8 @@ def check_share(name: str, value: float) -> float:
 
 def format_bytes(count: float) -> str:
     """Return bytes for people: "7.9 GiB", "512 MiB", "12 KiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
-            digits = 2 if unit == "GiB" else 1
+            digits = 2 if unit in ("TiB", "GiB") else 1
             return f"{count / size:.{digits}f} {unit}"
     return f"{int(count)} B"

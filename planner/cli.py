@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -38,10 +39,21 @@ _out = Console(highlight=False, soft_wrap=True, width=_WIDTH)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        _out.print(f"remat {version_of('remat')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Find where to checkpoint a PyTorch model so that the training step fits a memory budget."""
+
+
 def main() -> None:
     """Run the command line: what a user can mend is one line on standard error and exit code 2."""
-    # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         code = app(standalone_mode=False)
     except (ValueError, torch.OutOfMemoryError) as error:
@@ -116,6 +128,8 @@ def plan_command(
     if out is not None:
         plan.save(out)
         _out.print(f"wrote {out}; apply it with remat.planner.apply(model, Plan.load({str(out)!r}))", markup=False)
+    else:
+        _out.print("The plan was not written: pass --out plan.json to keep it.")
 
 
 @app.command("compare")
@@ -154,7 +168,7 @@ def verify_command(
     repeats: opt.Repeats = 3,
     steps: Annotated[int, typer.Option("--steps", metavar="COUNT", min=1, help="Steps after which to compare.")] = 1,
 ) -> None:
-    """Run the model with and without a plan and compare results, peaks and times; exit code 1 if results differ."""
+    """Run the model with and without a plan and compare; exit code 1 if results differ or it is over budget."""
     loaded = Plan.load(plan)
     subject = _load(model, device)
     with show.progress(_err) as say:
@@ -162,7 +176,7 @@ def verify_command(
             subject.model, subject.batch, loaded, loss=subject.loss, steps=steps, repeats=repeats, progress=say
         )
     _out.print(str(found), markup=False)
-    if not found.exact:
+    if not (found.exact and found.within_budget):
         raise typer.Exit(1)
 
 

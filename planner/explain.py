@@ -45,7 +45,7 @@ def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, lim
             if storage.kind in _WORDS:
                 held[_WORDS[storage.kind]] += storage.nbytes
             else:
-                held[f"activations of {_NUMBER.sub('*', _place(recording, storage.born))}"] += storage.nbytes
+                held[f"activations of {_kind(_place(recording, storage.born))}"] += storage.nbytes
     scratch = recording.operators[at].scratch_bytes
     if scratch:
         held["workspace inside the operator"] = scratch
@@ -53,6 +53,12 @@ def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, lim
     phase = "forward" if at < recording.loss_stop else "backward"
     named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)
     return f"{phase} of {_place(recording, at)}: {named}"
+
+
+def _kind(module: str) -> str:
+    """Leave numbers out of a path that has names as well."""
+    starred = _NUMBER.sub("*", module)
+    return starred if any(letter.isalpha() for letter in starred) else module
 
 
 def _place(recording: Recording, operator: int) -> str:

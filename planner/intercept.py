@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from .errors import ApplyError
 from .internals import CALL_METHOD, compiler_callback, uncompiled
 from .loop import begin_runs
 from .packing import Inputs
@@ -40,12 +42,26 @@ class Planned:
         self.training = training
         self.sessions = Sessions(top)
         self.applied: Any = None
+        self._modules = list(root.modules())
 
     def in_force(self, session: Session) -> bool:
         """Return whether a call made now is to be checkpointed."""
         return torch.is_grad_enabled() and (
             session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
         )
+
+    def check_modules(self) -> None:
+        """Refuse a model whose modules are others than those the plan was applied to.
+
+        Raises:
+            ApplyError: A module was added, taken away or replaced.
+        """
+        modules = list(self.root.modules())
+        if len(modules) != len(self._modules) or not all(map(operator.is_, modules, self._modules)):
+            raise ApplyError(
+                "a module was added, removed or replaced after the plan was applied, and replays would run the old "
+                "ones: call remove() before such a change and apply the plan, or a new one, afterwards"
+            )
 
     def traced_in_force(self) -> bool:
         """Return whether a call traced now is to be checkpointed."""
@@ -163,6 +179,7 @@ class PlannedForward(StandIn):
             return self.original(*args, **kwargs)
         if session.counts is not None or not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
+        planned.check_modules()
         session.counts = {}
         try:
             return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})

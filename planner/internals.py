@@ -122,24 +122,38 @@ def remove_function_mode(mode: TorchFunctionMode) -> bool:
 
 def ambient_settings() -> tuple[Any, ...]:
     """Return the process-wide settings that change results and that torch does not bring back for a replay."""
-    return _get_dtype(), _get_flash(), _get_efficient(), _get_math(), _get_cudnn()
+    return tuple([read() for read in _READ_AMBIENT])
 
 
 def set_ambient(settings: tuple[Any, ...]) -> None:
     """Bring back what `ambient_settings` returned."""
-    torch.set_default_dtype(settings[0])
-    cuda.enable_flash_sdp(settings[1])
-    cuda.enable_mem_efficient_sdp(settings[2])
-    cuda.enable_math_sdp(settings[3])
-    cuda.enable_cudnn_sdp(settings[4])
+    for bring_back, setting in zip(_SET_AMBIENT, settings, strict=True):
+        bring_back(setting)
 
 
 # The public readers are Python around these, and a region reads them twice.
-_get_dtype = torch.get_default_dtype
-_get_flash = torch._C._get_flash_sdp_enabled
-_get_efficient = torch._C._get_mem_efficient_sdp_enabled
-_get_math = torch._C._get_math_sdp_enabled
-_get_cudnn = torch._C._get_cudnn_sdp_enabled
+_READ_AMBIENT = (
+    torch.get_default_dtype,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_float32_matmul_precision,
+)
+_SET_AMBIENT = (
+    torch.set_default_dtype,
+    cuda.enable_flash_sdp,
+    cuda.enable_mem_efficient_sdp,
+    cuda.enable_math_sdp,
+    cuda.enable_cudnn_sdp,
+    torch._C._set_mkldnn_enabled,
+    torch._C._set_cudnn_enabled,
+    torch._C._set_cudnn_deterministic,
+    torch._C._set_float32_matmul_precision,
+)
 
 
 def is_sharded(root: nn.Module) -> bool:

@@ -77,7 +77,8 @@ def pack(value: Any, slot: Callable[[torch.Tensor], Any], objects: list[Any]) ->
         children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
         return _Registered([pack(child, slot, objects) for child in children], spec)
     if dataclasses.is_dataclass(value):
-        names = [entry.name for entry in dataclasses.fields(value)]
+        # Fields may lie in slots; attributes that are no fields count as well.
+        names = dict.fromkeys((*(entry.name for entry in dataclasses.fields(value)), *getattr(value, "__dict__", ())))
         return _Dataclass(kind, {n: pack(getattr(value, n), slot, objects) for n in names if hasattr(value, n)})
     objects.append(value)
     return value

@@ -176,8 +176,14 @@ class Plan:
             raise PlanFileError(_one_line(error, source)) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            PlanFileError: The folder does not exist.
+        """
         target = Path(path)
+        if not target.parent.is_dir():
+            raise PlanFileError(f"cannot write {target}: there is no folder {target.parent}; make it first")
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -268,10 +274,10 @@ def _headline(plan: Plan) -> str:
 
 
 def _segment_lines(segment: PlannedSegment, depth: int) -> list[str]:
-    facts = [f"keeps {len(segment.save)} operators"] if segment.save else []
+    facts = [f"keeps the outputs of {len(segment.save)} operators"] if segment.save else []
     facts += ["replays to its end"] if not segment.early_stop else []
     facts += [f"restores {len(segment.restored_buffers)} buffers"] if segment.restored_buffers else []
-    facts += ["with the parent's operators"] if segment.crosses_operators else []
+    facts += ["with what the container computes between them"] if segment.crosses_operators else []
     lines = ["  " * depth + ": ".join([str(segment)] + ([", ".join(facts)] if facts else []))]
     for child in segment.children:
         lines += _segment_lines(child, depth + 1)

@@ -267,7 +267,7 @@ class Planner:
             raise found.cause
         if found.peak_bytes <= limit:
             return self._plan_of(found, asked, headroom)
-        raise self._infeasible(found, asked, limit, headroom)
+        raise self._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
 
     def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
         say(f"running {len(segments)} segments against the unmodified step")
@@ -445,7 +445,11 @@ class Planner:
         source: Literal["measured", "estimated"] = (
             "estimated" if "estimate" in recorded.times_from + recorded.step_time_from else "measured"
         )
-        refusals = [f"{item.module} is not replayed: it {item.reason}" for item in self.bridge.refusals()]
+        mode = "" if model.training else "made in eval mode, acts in eval mode only: to train, call model.train() first"
+        reasons: dict[str, list[str]] = {}
+        for item in self.bridge.refusals():
+            reasons.setdefault(item.reason, []).append(item.module)
+        refusals = [f"not replayed: {_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
         return Plan(
             segments=trial.segments,
             training=model.training,
@@ -471,26 +475,30 @@ class Planner:
             versions=_versions(),
             notes=tuple(
                 dict.fromkeys(
-                    note for note in (*recorded.notes, solution.note, self.trials.unchecked, *refusals) if note
+                    note for note in (mode, *recorded.notes, solution.note, self.trials.unchecked, *refusals) if note
                 )
             ),
         )
 
-    def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float) -> InfeasibleBudgetError:
+    def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float, kind: str) -> InfeasibleBudgetError:
         plan = self._plan_of(least, least.peak_bytes, 0.0)
         reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
         holders = explain_peak(least.recording, self.profile, least.peak_bytes)
         refused = sorted({f"{item.module} {item.reason}" for item in self.bridge.refusals()})
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
-        if "cache" in because:
-            because += " Pass use_cache=False."
         return InfeasibleBudgetError(
-            f"no {least.solution.solver} plan fits {format_bytes(asked)}{reserved}: the smallest reachable peak is "
+            f"no {kind}plan fits {format_bytes(asked)}{reserved}: the smallest reachable peak is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
             "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
             least_peak_bytes=least.peak_bytes,
             plan=plan,
         )
+
+
+def _listed(modules: list[str]) -> str:
+    """Name the first few modules."""
+    more = len(modules) - 3
+    return ", ".join(modules[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def silent(_: str) -> None:

@@ -249,10 +249,9 @@ def _bounds(axis: Axes, comparison: Comparison, unit: int) -> None:
             [budget / unit for budget in bounds],
             [100 * bound for bound in bounds.values()],
             color=BLACK,
-            linestyle=":",
+            linestyle="none",
             marker="_",
             markersize=14,
             markeredgewidth=2,
-            linewidth=1,
             label="proven lower bound, at the budget",
         )

@@ -112,13 +112,25 @@ class Region:
 
     def _parameter_facts(self) -> tuple[list[int], list[int], list[bool]]:
         # Three flat lists, as this runs twice for every region.
-        values: list[Any] = [holder[name] for holder, name in self.segment.parameters]
-        return [id(v) for v in values], [v._version for v in values], [v.requires_grad for v in values]
+        try:
+            values: list[Any] = [holder[name] for holder, name in self.segment.parameters]
+            return [id(v) for v in values], [v._version for v in values], [v.requires_grad for v in values]
+        except (KeyError, AttributeError):
+            gone = [name for holder, name in self.segment.parameters if holder.get(name) is None]
+            raise ApplyError(
+                f"segment {self.segment.where}: parameter {', '.join(gone)} is gone since the plan was applied "
+                "(pruning, weight_norm?); call remove() before such a change and make the plan again"
+            ) from None
 
     def _report_change(self, now: tuple[list[int], list[int], list[bool]]) -> None:
         # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
         if is_sharded(self.segment.root):
             return
+        if not self._facts[0]:
+            raise ReplayStateError(
+                f"segment {self.segment.where}: backward came while its forward was still running "
+                "(autograd.grad in the loop around it?); plan again with the loss as it is now, or without this segment"
+            )
         for position, (_, name) in enumerate(self.segment.parameters):
             before, after = ([facts[position] for facts in pair] for pair in (self._facts, now))
             if before[0] != after[0]:
@@ -166,6 +178,12 @@ class Region:
 
     def _clone(self, values: list[Any]) -> list[torch.Tensor]:
         # Forward and replay both clone inside the region, so torch's own operator counts stay in step.
+        if any(value is None for value in values):
+            names = ", ".join(name for _, name in self.segment.buffers)
+            raise ApplyError(
+                f"segment {self.segment.where}: one of its buffers {names} is None since the plan was applied; call "
+                "remove() before such a change and make the plan again"
+            )
         session = self.sessions.here
         outer, session.uncounted = session.uncounted, True
         try:

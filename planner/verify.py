@@ -19,6 +19,7 @@ from ..profiler.step import Loss, Step
 from ..profiler.timing import free_memory_bytes, timed_ns, train_once
 from .apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
+from .errors import PlanMismatchError
 from .plan import Plan
 from .planning import silent
 
@@ -64,12 +65,22 @@ class Verification:
     planned_step_ns: int | None
     samples_per_second: float | None
 
+    @property
+    def within_budget(self) -> bool:
+        """Return whether the measured peak is within the plan's budget, if it has one."""
+        return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes
+
     def __str__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
         lines = [
             f"{verdict} against {self.against}: loss {self.loss}; gradients {self.gradients}; buffers {self.buffers}; "
             f"random state {'equal' if self.random_state_equal else 'differs'}"
         ]
+        if not self.within_budget:
+            lines.append(
+                f"NOT within the budget: {_bytes(self.measured_peak_bytes)} measured, "
+                f"{_bytes(self.budget_bytes)} allowed"
+            )
         if not self.repeatable:
             lines.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
         predicted = _bytes(self.predicted_peak_bytes)
@@ -77,7 +88,7 @@ class Verification:
             f"peak: predicted {predicted}, measured {_bytes(self.measured_peak_bytes)}, "
             f"unplanned {_bytes(self.unplanned_measured_peak_bytes)}, budget {_bytes(self.budget_bytes)}"
         )
-        rate = f"; {self.samples_per_second:.1f} samples/s" if self.samples_per_second else ""
+        rate = f"; {self.samples_per_second:.1f} samples/s with the plan" if self.samples_per_second else ""
         lines.append(
             f"added time: predicted {_share(self.predicted_overhead)}, measured {_share(self.measured_overhead)}{rate}"
         )
@@ -118,6 +129,12 @@ def verify(
     step = Step.of(model, batch, loss)
     check_subject(model, plan)
     plan.check(model)
+    if model.training != plan.training:
+        modes = "eval", "train"
+        raise PlanMismatchError(
+            f"the plan was made in {modes[plan.training]} mode and the model is in {modes[model.training]} mode, where "
+            f"the plan does not act: call model.{modes[plan.training]}() first, or make the plan again"
+        )
     with unplanned(model):
         return _Bench(step, plan, steps, repeats, progress or silent).run()
 

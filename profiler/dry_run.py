@@ -15,7 +15,7 @@ from .internals import FakeTensorMode, tensor_registries
 from .preserve import preserved
 from .recorder import SMALL_NUMEL, Recorder, Recording
 from .scratch import ScratchMeter
-from .step import BatchError, Step
+from .step import BatchError, Step, carried_loss
 
 
 class DryRunError(RuntimeError):
@@ -129,6 +129,7 @@ def record_step(
         with saving, torch.enable_grad():
             output = step.forward()
             recording.forward_stop = len(recording.operators)
+            recording.loss_is_assumed = step.loss is None and carried_loss(output) is None
             loss = step.loss_of(output)
         recording.loss_stop = len(recording.operators)
         if not forward_only:

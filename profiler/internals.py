@@ -6,12 +6,16 @@ Last checked with torch 2.13.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
+
+# torch.profiler otherwise writes a line to standard error whenever it starts and stops.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 __all__ = [
     "FakeTensor",

@@ -21,7 +21,7 @@ from .records import ModuleCall, Operator, Parts, Profile, Storage
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
-from .step import Loss, Step
+from .step import BatchError, Loss, Step
 from .timing import forward_without_saving, free_memory_bytes, operator_times, timed_ns, train_once
 
 CUDA_GRANULARITY = 512
@@ -122,6 +122,14 @@ def profile(
         recording = session.record(method)
         with preserved(model):
             unsaved = record_step(step, round_to=session.round_to, forward_only=True)
+    again = [call.module for call in recording.calls if call.start >= recording.loss_stop]
+    if again:
+        raise BatchError(
+            f"module {again[0]!r} is called again in backward: the model checkpoints itself "
+            "(torch.utils.checkpoint in its forward), and the two do not stack; take that out first"
+        )
+    if recording.loss_is_assumed:
+        notes.append("no loss was given and the output carries none: the mean of the outputs was taken; pass loss=")
     needed = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
     fits = needed < 0.9 * free_memory_bytes(device)
     say("measuring operators' workspace")

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from .internals import FakeTensor, autograd_sequence, fake_mode_is_on, storage_key, unset_fake_temporarily
 from .lives import live_bytes_by_kind
 from .scratch import ScratchMeter
+from .step import BatchError
 
 SMALL_NUMEL = 1 << 20
 """Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
@@ -91,6 +92,8 @@ class Recording:
     forward_stop: int = 0
     loss_stop: int = 0
     backward_stop: int = 0
+    loss_is_assumed: bool = False
+    """Whether the mean of the outputs was taken, for want of a loss."""
 
     def live_bytes(self) -> np.ndarray:
         """Return, for every operator, the bytes alive at its worst moment (its outputs and scratch included)."""
@@ -257,6 +260,10 @@ class Recorder(TorchDispatchMode):
             return None if drop else tensor.detach()
 
         def unpack(packed: Any) -> Any:
+            if packed is None:
+                raise BatchError(
+                    "the model differentiates inside its own forward (torch.autograd.grad), and cannot be profiled"
+                )
             return packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -388,7 +395,7 @@ def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
         if replaced:
             findings.append(f"puts another tensor in place of its buffer {', '.join(replaced)}")
         if _objects_in(inputs) != arguments:
-            findings.append("changes an object passed to it (a cache?)")
+            findings.append("changes an object passed to it (a cache? pass use_cache=False)")
         if random.getstate() != python:
             findings.append("draws from Python's random")
         after: Any = np.random.get_state(legacy=True)
@@ -443,6 +450,12 @@ def _shape_of(value: Any, depth: int) -> Any:
         return (id(value), value._version)
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
         return value
+    if isinstance(value, np.ndarray):
+        return (id(value), value.tobytes() if value.nbytes <= SMALL_NUMEL else None)
+    if isinstance(value, random.Random):
+        return (id(value), value.getstate())
+    if isinstance(value, np.random.Generator):
+        return (id(value), repr(value.bit_generator.state))
     if isinstance(value, weakref.ref):
         return None  # Recurrent layers renew theirs; nothing is kept by one.
     if depth > 5:

@@ -210,6 +210,17 @@ class Profile:
         """Return the peak of the whole unplanned step, optimizer included, in bytes."""
         return max(int(self.live_bytes().max(initial=0)), self.parts.optimizer_step_peak)
 
+    def __str__(self) -> str:
+        parts = self.parts
+        held = ("parameters", parts.parameters), ("gradients", parts.gradients), ("optimizer state", parts.optimizer)
+        lines = [
+            f"{self.model} on {self.device}: peak {self.peak_bytes() / 2**20:,.1f} MiB in the {self.peak_moment()}; "
+            f"step {self.step_ns / 1e6:,.1f} ms, forward {self.forward_ns / 1e6:,.1f} ms; {len(self.stages)} stages",
+            ", ".join(f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in held),
+            f"bytes: {self.bytes_from}; times: {self.times_from}; step time: {self.step_time_from}",
+        ]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
     def fixed_bytes(self) -> int:
         """Return what is alive throughout: parameters, buffers, batch, optimizer state, accumulated gradients."""
         parts = self.parts

@@ -36,8 +36,10 @@ class Difference:
     largest: float
 
     def __str__(self) -> str:
+        if not self.compared:
+            return "none"
         if not self.unequal:
-            return f"bitwise equal ({self.compared})"
+            return f"bitwise equal ({self.compared} compared)"
         return f"{len(self.unequal)} of {self.compared} differ, by up to {self.largest:.3g} (first: {self.unequal[0]})"
 
 

@@ -5,12 +5,15 @@ Knows nothing of measuring.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 Loss = Callable[[Any], torch.Tensor]
@@ -49,6 +52,7 @@ class Step:
             raise BatchError(
                 f"{type(model).__name__} has no parameter that requires a gradient: there is no backward to plan for"
             )
+        _check_model(model)
         if loss is not None and not callable(loss):
             raise BatchError(f"loss must be a function of the model's output, got {type(loss).__name__}")
         if isinstance(batch, Mapping):
@@ -57,6 +61,7 @@ class Step:
             step = Step(model, tuple(batch), {}, loss)
         else:
             step = Step(model, (batch,), {}, loss)
+        _check_call(model, step)
         if not step.tensors():
             raise BatchError(
                 f"batch holds no tensor (a {type(batch).__name__}): pass a tensor, a tuple of positional arguments "
@@ -94,11 +99,15 @@ class Step:
             BatchError: There is no scalar, or it does not depend on a parameter.
         """
         if self.loss is not None:
-            value = self.loss(output)
+            try:
+                value = self.loss(output)
+            except TypeError as error:
+                raise BatchError(
+                    f"loss(output) failed: {error}. loss takes the model's output alone; targets are bound: "
+                    "loss=lambda output: criterion(output, target)"
+                ) from error
         else:
-            value = getattr(output, "loss", None)
-            if value is None and isinstance(output, Mapping):
-                value = output.get("loss")
+            value = carried_loss(output)
             if value is None:
                 value = _mean_of_floats(output)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -107,6 +116,54 @@ class Step:
         if not value.requires_grad:
             raise BatchError("the loss depends on no parameter that requires a gradient: nothing would be trained")
         return value
+
+
+def carried_loss(output: object) -> Any:
+    """Return the loss that an output carries as `output.loss` or `output["loss"]`, or None."""
+    value = getattr(output, "loss", None)
+    return output.get("loss") if value is None and isinstance(output, Mapping) else value
+
+
+def _check_model(model: nn.Module) -> None:
+    """Check that a model is of a kind that can be recorded and replayed.
+
+    Raises:
+        BatchError: It is not.
+    """
+    for name, module in model.named_modules():
+        where = f"module {name or '(root)'!r} ({type(module).__name__})"
+        if isinstance(module, RecursiveScriptModule):
+            raise BatchError(f"{where} is compiled by torch.jit.script, whose calls cannot be seen: pass the original")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise BatchError(f"{where} has sparse gradients, which are not counted: pass sparse=False")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise BatchError(f"{name!r} is not initialised (a lazy module): run the model once before planning")
+        if tensor.device.type == "meta":
+            raise BatchError(
+                f"{name!r} is on the meta device: give the model memory, model.to_empty(device=...), first"
+            )
+
+
+def _check_call(model: nn.Module, step: Step) -> None:
+    """Check that forward takes the batch as it will be passed.
+
+    Raises:
+        BatchError: It does not.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*step.args, **step.kwargs)
+    except TypeError as error:
+        given = f"{len(step.args)} positional" if step.args else f"keyword arguments {', '.join(step.kwargs)}"
+        raise BatchError(
+            f"{type(model).__name__}.forward{signature} cannot be called with this batch ({given}): {error}. A tuple "
+            "is passed as positional arguments, a mapping as keyword ones; targets that forward does not take belong "
+            "into the loss: loss=lambda output: criterion(output, target)"
+        ) from None
 
 
 def _mean_of_floats(output: object) -> torch.Tensor:

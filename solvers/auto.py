@@ -10,7 +10,7 @@ from .errors import BudgetTooSmallError
 from .problem import Problem
 from .solution import Solution, Status
 
-DEFAULT_LIMIT_S = 60.0
+DEFAULT_LIMIT_S = 20.0
 MOST_CHOICES = 400_000
 
 
@@ -22,7 +22,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
 
     Args:
         problem: The problem.
-        time_limit_s: Seconds for all of them together; 60 unless given.
+        time_limit_s: Seconds for all of them together; 20 unless given.
         gap: Share of its own added time that each may be away from its optimum.
 
     Raises:
@@ -46,7 +46,11 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
         nested = dp_nested.solve(problem, time_limit_s=left(), gap=gap)
         found.append(nested)
     best = min(found, key=lambda solution: solution.added_ns)
-    others = [f"{item.solver} adds {item.added_ns} ns ({item.status})" for item in found if item is not best]
+    others = [
+        f"the plan of {item.solver} ({item.status}) adds {item.added_ns / max(1, best.added_ns):.3g} times as much"
+        for item in found
+        if item is not best
+    ]
     note = "; ".join([best.note] * bool(best.note) + others + notes)
     return replace(best, wall_ns=time.perf_counter_ns() - started, note=note)
 

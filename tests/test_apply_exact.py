@@ -1,5 +1,7 @@
 """A planned model trains bit for bit as an unplanned one: loss, gradients, buffers, random numbers."""
 
+import dataclasses
+
 import pytest
 import torch
 from remat.planner.apply import apply_segments
@@ -142,11 +144,61 @@ def test_batch_norm_statistics_advance_once_and_by_the_same_tensors(plan):
     assert int(model.blocks[1][1].num_batches_tracked) == 2
 
 
-def test_without_restoring_batch_norm_statistics_would_advance_twice():
+def test_a_batch_norm_that_was_frozen_at_planning_advances_once_when_it_resumes():
     model, x = make(Normed)
     with apply_segments(model, [segment("blocks.0", early_stop=False)]):
         train_step(model, x)
-    assert int(model.blocks[0][1].num_batches_tracked) == 2
+    assert int(model.blocks[0][1].num_batches_tracked) == 1
+
+
+def test_an_attribute_of_a_dataclass_argument_that_is_no_field_reaches_the_replay():
+    @dataclasses.dataclass
+    class Options:
+        scale: float = 1.0
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x, options):
+            return torch.sin(self.linear(x)) * getattr(options, "extra", options.scale)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Scaled()
+
+        def forward(self, x):
+            options = Options()
+            options.extra = 3.0
+            return torch.sin(self.block(x, options))
+
+    torch.manual_seed(0)
+    assert_exact(Net().train(), torch.randn(8, 16, requires_grad=True), [segment("block")])
+
+
+# torch's own context manager warns where there is no Intel GPU.
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+def test_a_backend_setting_in_force_in_forward_is_in_force_in_the_replay():
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            seen.append(torch.backends.mkldnn.enabled)
+            return torch.sin(self.linear(x))
+
+    model = nn.Sequential(Looks()).train()
+    with apply_segments(model, [segment("0")]):
+        with torch.backends.mkldnn.flags(enabled=False):
+            loss = model(torch.randn(4, 16, requires_grad=True)).sum()
+        loss.backward()
+    assert seen == [False, False]
+    assert torch.backends.mkldnn.enabled
 
 
 def test_a_segment_ending_in_rrelu_is_exact_without_early_stop():

@@ -224,7 +224,12 @@ def test_the_text_of_a_plan_names_promises_and_segments():
     text = str(PLAN)
     for words in (
         *("2 segments", "peak 900.0 MiB", "budget 1,024.0 MiB", "overhead 12.5 %", "solver dp optimal"),
-        *("blocks.0 .. blocks.1 (2 calls)", "keeps 1 operators", "blocks.2#1", "note: blocks.2 left out once"),
+        *(
+            "blocks.0 .. blocks.1 (2 calls)",
+            "keeps the outputs of 1 operators",
+            "blocks.2#1",
+            "note: blocks.2 left out once",
+        ),
     ):
         assert words in text
     assert PLAN.describe() == text

@@ -233,13 +233,77 @@ def test_a_batch_of_another_shape_gives_torchs_own_error(wrong):
     assert same(before, picture(model))
 
 
-def test_too_many_arguments_give_pythons_own_error():
+def test_a_batch_that_forward_does_not_take_is_refused():
     model = opened()
     before = picture(model)
     for wrong in ((X, X), {"y": X}):
-        with pytest.raises(TypeError, match="argument"):
+        with pytest.raises(BatchError, match="cannot be called with this batch"):
             plan(model, wrong, "60%", **LOSS)
         assert same(before, picture(model))
+
+
+class Differentiates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x.requires_grad_())).sum()
+        (force,) = torch.autograd.grad(y, x, create_graph=True)
+        return force
+
+
+class Checkpoints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False).sin()
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "reason"),
+    [
+        (lambda: torch.jit.script(nn.Linear(8, 8)), X, "torch.jit.script"),
+        (lambda: nn.Sequential(nn.Embedding(8, 8, sparse=True)), torch.arange(8), "sparse gradients"),
+        (lambda: nn.Sequential(nn.Linear(8, 8, device="meta")), X, "meta device"),
+        (lambda: nn.Sequential(nn.LazyLinear(8)), X, "not initialised"),
+        (Differentiates, torch.randn(4, 8), "differentiates inside its own forward"),
+        (Checkpoints, torch.randn(4, 8), "checkpoints itself"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_cannot_be_recorded_is_refused_by_name(make, batch, reason):
+    with pytest.raises(BatchError, match=reason):
+        plan(make(), batch, "60%", loss=lambda out: out.square().mean())
+
+
+@pytest.mark.parametrize("change", ["replace", "prune", "none"])
+def test_a_model_changed_after_apply_fails_loudly(change):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)])
+    applied = apply(model, Plan(segments=(PlannedSegment(members=(Call(module="1"),)),)))
+    if change == "replace":
+        model[1][0] = nn.Linear(8, 8)
+    elif change == "prune":
+        del model[1][0].weight
+        model[1][0].weight = torch.ones(8, 8)
+    else:
+        model[1][1].running_mean = None
+    with pytest.raises(ApplyError, match="the plan was applied"):
+        model(torch.randn(4, 8))
+    applied.remove()
+
+
+def test_a_plan_made_in_eval_mode_says_so_everywhere():
+    model = opened().eval()
+    made = plan(model, X, "100%", solver="dp", **LOSS)
+    assert any("eval mode" in note for note in made.notes)
+    model.train()
+    with pytest.raises(PlanMismatchError, match="made in eval mode"):
+        verify(model, X, made, **LOSS)
+    with pytest.warns(UserWarning, match="acts in eval mode only"):
+        apply(model, made).remove()
 
 
 SEGMENT = PlannedSegment(members=(Call(module="blocks.0"),))
