@@ -176,6 +176,9 @@ class PlannedForward(StandIn):
             return self.original(*args, **kwargs)
         session = planned.sessions.here
         if not planned.in_force(session):
+            # A call without gradients inside a forward with them counts, as it did when the step was recorded.
+            if self.counted and session.counts is not None:
+                session.counts[self.key] = session.counts.get(self.key, 0) + 1
             return self.original(*args, **kwargs)
         if session.counts is not None or not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
@@ -239,10 +242,12 @@ class MemberCall(StandIn):
             return self.original(*args, **kwargs)
         session = planned.sessions.here
         counts = session.counts
-        if counts is None or not planned.in_force(session):
+        if counts is None:
             return self.original(*args, **kwargs)
         index = counts.get(self.key, 0)
         counts[self.key] = index + 1
+        if not planned.in_force(session):
+            return self.original(*args, **kwargs)
         loop = begin_runs(planned.sessions, session, (self.key, index), args, kwargs)
         session.loop = None
         if loop is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -61,7 +61,8 @@ class Session:
         }
         if method == "dry run":
             return dry_run(self.step, **options)
-        with preserved(self.step.model):
+        # What forward writes is not known before; copies of all parameters are the price of a real step.
+        with preserved(self.step.model, written_parameters=dict(self.step.model.named_parameters())):
             return record_step(self.step, **options)
 
 
@@ -120,8 +121,11 @@ def profile(
         method = "real step"
         notes.append(f"bytes were recorded in a real step, because {error}")
         recording = session.record(method)
-        with preserved(model):
+        with preserved(model, written_parameters=dict(model.named_parameters())):
             unsaved = record_step(step, round_to=session.round_to, forward_only=True)
+    written = {recording.storages[index].name for operator in recording.operators for index in operator.writes}
+    names_of_parameters = {name for name, _ in model.named_parameters()}
+    session.step = step = replace(step, written=frozenset(written & names_of_parameters))
     again = [call.module for call in recording.calls if call.start >= recording.loss_stop]
     if again:
         raise BatchError(
@@ -135,7 +139,7 @@ def profile(
     say("measuring operators' workspace")
     allocated = 0
     if fits and repeats > 0:
-        with preserved(model):
+        with preserved(model, written_parameters=step.written):
             session.scratch.learn(step.train, device)
         # Again without a dispatch mode, under which autograd sums gradients out of place.
         session.reference = run_steps(step, nullcontext)
@@ -182,9 +186,7 @@ def _times(
     if repeats <= 0:
         times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
         return times, sum(times), "estimate: bytes moved at 1 GB/s, not measured"
-    written = {recording.storages[i].name for o in recording.operators for i in o.writes}
-    parameters = {name for name, _ in session.step.model.named_parameters()}
-    with preserved(session.step.model, written_parameters=written & parameters):
+    with preserved(session.step.model, written_parameters=session.step.written):
         if session.reference is None:
             forward_without_saving(session.step)
         times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
@@ -207,7 +209,7 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
         return 3 * forward_ns, "estimate: backward taken as twice the forward"
     if lacking:
         return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
-    with preserved(session.step.model):
+    with preserved(session.step.model, written_parameters=session.step.written):
         known = [session.reference.step_ns] if session.reference is not None else []
         return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
 

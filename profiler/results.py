@@ -97,7 +97,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
     device = next(model.parameters()).device
     ran: list[torch.Tensor] = []
     times: list[int] = []
-    with preserved(model), arm():
+    with preserved(model, written_parameters=step.written), arm():
         for _ in range(steps - 1):
             _clear_gradients(model, accumulation)
             step.train()

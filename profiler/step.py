@@ -32,12 +32,14 @@ class Step:
         args: Positional arguments of its forward.
         kwargs: Keyword arguments of its forward.
         loss: Takes the output to a scalar; None means the output carries it.
+        written: Names of parameters that forward itself writes to, once known; runs put their values back.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss | None
+    written: frozenset[str] = frozenset()
 
     @staticmethod
     def of(model: nn.Module, batch: object, loss: Loss | None = None) -> Step:

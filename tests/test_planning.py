@@ -184,3 +184,37 @@ def test_wrong_settings_are_refused_before_anything_is_profiled(headroom, solver
     model, batch, loss = ZOO["chain"]()
     with pytest.raises(BudgetError):
         plan(model, batch, "50%", solver=solver, headroom=headroom, loss=loss)
+
+
+class Taught(nn.Module):
+    """Calls its blocks without gradients first, and initialises a parameter from what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+        )
+        self.offset = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = x
+            for block in self.blocks:
+                target = block(target)
+            self.offset.copy_(target.mean(0))
+        out = x
+        for block in self.blocks:
+            out = block(out)
+        return (out - target + self.offset).square().mean()
+
+
+def test_calls_without_gradients_count_and_parameters_written_in_forward_are_put_back():
+    torch.manual_seed(0)
+    model, batch = Taught().train(), torch.randn(256, 32)
+    made = plan(model, batch, "60%", solver="dp", loss=lambda out: out)
+    assert made.segments
+    assert all(call.index == 1 for segment in made.segments for call in segment.members)
+    assert torch.equal(model.offset, torch.zeros(32))
+    found = verify(model, batch, made, loss=lambda out: out, repeats=0)
+    assert found.exact
+    assert found.within_budget
