@@ -75,7 +75,7 @@ def plan(
         cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
         units: Modules that will be sharded on their own (`fully_shard`): their parameters are there only during their
             own calls, so a segment holds such a call whole or lies within it.
-        time_limit_s: Seconds for each solve.
+        time_limit_s: Seconds for each solve; None lets a solver finish, but for "auto" (20 s).
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
         check: Run the planned and the unmodified step once for real, and plan again without the segments whose replay

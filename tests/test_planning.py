@@ -163,7 +163,7 @@ def test_verify_finds_a_replay_that_computes_something_else():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("8GiB", 8 * 2**30), ("750 MB", 750 * 10**6), ("50%", 500), (123, 123), ("2.5KiB", 2560), ("77", 77)],
+    [("8GiB", 8 * 2**30), ("750 MB", 750 * 10**6), ("50%", 500), (123, 123), ("2.5KiB", 2560), ("770000", 770000)],
 )
 def test_budgets_are_read(text, expected):
     assert parse_budget(text, 1000) == expected
@@ -218,3 +218,8 @@ def test_calls_without_gradients_count_and_parameters_written_in_forward_are_put
     found = verify(model, batch, made, loss=lambda out: out, repeats=0)
     assert found.exact
     assert found.within_budget
+
+
+def test_a_small_number_without_a_unit_is_refused_as_text():
+    with pytest.raises(BudgetError, match='write "60%"'):
+        parse_budget("60", 1 << 30)
