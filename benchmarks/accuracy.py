@@ -19,32 +19,34 @@ SOLVERS = ("sqrt", "dp", "ilp")
 def main() -> None:
     parser = options(__doc__, ("M1s", "M1e", "M2", "M3", "M4", "M5"), "accuracy")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each solve")
+    parser.add_argument("--budgets", nargs="+", type=int, default=SHARES, help="per cent of the unplanned peak")
+    parser.add_argument("--solvers", nargs="+", default=SOLVERS)
     parser.add_argument("--name", default="accuracy", help="file name of the tables")
     given = parser.parse_args()
     rows = []
     for name in given.models:
         started = time.perf_counter()
-        rows += check(name, given.scale, given.time_limit)
+        rows += check(name, given)
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
         table = Table(name=given.name, title=title(rows), rows=rows, notes=notes(rows, given))
         publish(given.script, [table], given.out, name=given.name)
 
 
-def check(name: str, scale: float, time_limit_s: float) -> list[dict]:
+def check(name: str, given) -> list[dict]:
     """Plan and verify one model at every budget with every solver."""
-    model, batch, loss = build(name, scale=scale)
+    model, batch, loss = build(name, scale=given.scale)
     planner = Planner.of(model, batch, loss=loss, repeats=1)
     unplanned = planner.profile.peak_bytes()
     rows: list[dict] = []
     seen: dict[tuple, tuple[Plan, Verification]] = {}
     exhausted: set[str] = set()
-    for share in SHARES:
-        for solver in SOLVERS:
+    for share in given.budgets:
+        for solver in given.solvers:
             if solver in exhausted:
                 continue
             fits, plan = True, None
             try:
-                plan = planner.plan(f"{share}%", solver=solver, time_limit_s=time_limit_s, check=False)
+                plan = planner.plan(f"{share}%", solver=solver, time_limit_s=given.time_limit, check=False)
             except InfeasibleBudgetError as error:
                 fits, plan = False, error.plan
                 exhausted.add(solver)

@@ -83,13 +83,6 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
 
-def interleaved(
-    step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
-) -> dict[str, list[float]]:
-    """Time a step under every arm as `timed_in_turn` does; seconds by the clock, by arm."""
-    return {name: times.wall for name, times in timed_in_turn(step, arms, rounds, warm=warm).items()}
-
-
 def timed_in_turn(
     step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
 ) -> dict[str, Times]:
