@@ -26,6 +26,8 @@ from tables import Table, mib, options, publish, scale_note
 from torch.utils.checkpoint import checkpoint_sequential
 
 CPU = torch.device("cpu")
+SLACK = 1.001
+"""Plans may take this much of another way's peak: promises count every region's random state as alive throughout."""
 
 
 def main() -> None:
@@ -81,7 +83,7 @@ class Bench:
             way, remark = f"plan at the peak of: {row['way']}", ""
             try:
                 plan = planner.plan(
-                    round(row["peak MiB"] * 2**20), solver=self.given.solver, time_limit_s=self.given.time_limit
+                    round(SLACK * row["peak MiB"] * 2**20), solver=self.given.solver, time_limit_s=self.given.time_limit
                 )
             except InfeasibleBudgetError as error:
                 plan, remark = error.plan, "no plan fits; this is the one of the least peak"

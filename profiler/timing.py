@@ -19,7 +19,7 @@ from .step import Step
 
 _MARK = "remat.operator"
 ENOUGH_NS = 2_000_000_000
-"""Runs as long as this are repeated once only: what disturbs a short one averages out in them."""
+"""Runs as long as this are not repeated: what disturbs a short one averages out in them."""
 
 
 class _Marker(TorchDispatchMode):
@@ -60,7 +60,7 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
         step: The step, warmed up; its model's state must be preserved by the caller.
         names: The operators of forward and loss expected, in order (from the recording).
         device: Where the model is.
-        repeats: The most repeats; only two where `ENOUGH_NS` have been measured.
+        repeats: The most repeats; fewer where `ENOUGH_NS` have been measured, but every operator is timed twice.
 
     Returns:
         Nanoseconds for each expected operator; nanoseconds of forward and loss; and whether the real forward ran
@@ -85,6 +85,7 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
         runs.append(_match(marker.names, durations, names))
         seen[:] = marker.names
 
+    run_marked()
     forward_ns = timed_ns(run, device, repeats, between=run_marked)
     return [median_low(times) for times in zip(*runs, strict=True)], forward_ns, seen == list(names)
 
@@ -149,12 +150,12 @@ def timed_ns(
     Args:
         run: What is timed.
         device: Where its work is done.
-        repeats: The most times taken; only two where `ENOUGH_NS` have been measured.
+        repeats: The most times taken; fewer where `ENOUGH_NS` have been measured.
         known: Times taken already.
         between: Run after each run.
     """
     times = list(known)
-    while len(times) < min(repeats, 2) or (len(times) < repeats and sum(times) < ENOUGH_NS):
+    while len(times) < repeats and sum(times) < ENOUGH_NS:
         synchronize(device)
         start = time.perf_counter_ns()
         result = run()
