@@ -195,7 +195,6 @@ class Planner:
     _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    @collected()
     def of(
         model: nn.Module,
         batch: object,
@@ -278,8 +277,11 @@ class Planner:
         """Raise a trial's peak to what the allocator gave out, where the planned step was run."""
         if self.trials.peak_bytes is None or self.profile.accumulation:
             return trial
-        alive = self.trials.peak_bytes + self.profile.fixed_bytes() - self.profile.unseen_bytes
-        return replace(trial, peak_bytes=max(trial.peak_bytes, alive))
+        return replace(trial, peak_bytes=max(trial.peak_bytes, self._with_entry(self.trials.peak_bytes)))
+
+    def _with_entry(self, allocated: int) -> int:
+        """Return the peak of a step by what the allocator gave out in it: nothing unseen is left to add."""
+        return allocated + self.profile.fixed_bytes() - self.profile.unseen_bytes
 
     def _refuse(self, fault: Fault) -> None:
         members = [call for segment in fault.segments for call in segment.members]
@@ -385,9 +387,8 @@ class Planner:
         told = profile.bytes_from == "dry run" and profile.unseen_bytes <= UNSEEN * profile.peak_bytes()
         if told or profile.accumulation:
             return 0
-        with preserved(session.step.model):
-            measured = allocated_peak_bytes(session.step.train, session.device)
-        return measured + profile.fixed_bytes() - profile.unseen_bytes
+        with preserved(session.step.model, written_parameters=session.step.written):
+            return self._with_entry(allocated_peak_bytes(session.step.train, session.device))
 
     def unseen_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
         """Return what a planned step holds beyond its dry run, counted as alive throughout.
