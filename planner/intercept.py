@@ -9,17 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .errors import ApplyError
-from .internals import CALL_METHOD, compiler_callback, uncompiled
+from .internals import CALL_METHOD, children_of, compiler_callback, uncompiled
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
@@ -35,6 +34,7 @@ class Planned:
         training: The root's training flag with which the plan is in force.
         sessions: The state of each thread.
         applied: What apply returned: found here, so that a copy of the model has its own.
+        begins: The first calls of all segments, of whatever level.
     """
 
     def __init__(self, root: nn.Module, training: bool, top: Level) -> None:
@@ -42,10 +42,13 @@ class Planned:
         self.training = training
         self.sessions = Sessions(top)
         self.applied: Any = None
-        self._modules = list(root.modules())
+        self.begins = top.all_begins()
+        # Dictionaries of modules and copies of them: compared as a whole, many times faster than by a walk.
+        self._children = [children_of(module) for module in root.modules()]
+        self._expected = [children.copy() for children in self._children]
 
     def in_force(self, session: Session) -> bool:
-        """Return whether a call made now is to be checkpointed."""
+        """Return whether a forward or replay that begins now is to be checkpointed."""
         return torch.is_grad_enabled() and (
             session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
         )
@@ -56,8 +59,7 @@ class Planned:
         Raises:
             ApplyError: A module was added, taken away or replaced.
         """
-        modules = list(self.root.modules())
-        if len(modules) != len(self._modules) or not all(map(operator.is_, modules, self._modules)):
+        if self._children != self._expected:
             raise ApplyError(
                 "a module was added, removed or replaced after the plan was applied, and replays would run the old "
                 "ones: call remove() before such a change and apply the plan, or a new one, afterwards"
@@ -113,7 +115,7 @@ class StandIn:
         return inspect.signature(self.bound)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
+        if name in ("__code__", "__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
             return getattr(self.bound, name)
         raise AttributeError(name)
 
@@ -164,7 +166,7 @@ class PlannedForward(StandIn):
         planned = self.planned
         if planned is None:
             return self.original(*args, **kwargs)
-        if is_compiling():
+        if is_dynamo_compiling():
             if self.traced is None or not planned.traced_in_force():
                 return self.original(*args, **kwargs)
             return self.traced(self.original, args, kwargs)
@@ -173,14 +175,21 @@ class PlannedForward(StandIn):
                 return self.original(*args, **kwargs)
             return _beside_compiler(self, planned.sessions, args, kwargs)
         if self.passive:
-            return self.original(*args, **kwargs)
+            # As `original` does: this is on the way of every call.
+            if self.previous is None:
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self.previous(*args, **kwargs)
         session = planned.sessions.here
-        if not planned.in_force(session):
+        if session.counts is not None:
+            if torch.is_grad_enabled():
+                return self._run(planned.sessions, session, args, kwargs)
             # A call without gradients inside a forward with them counts, as it did when the step was recorded.
-            if self.counted and session.counts is not None:
+            if self.counted:
                 session.counts[self.key] = session.counts.get(self.key, 0) + 1
             return self.original(*args, **kwargs)
-        if session.counts is not None or not self.scope:
+        if not planned.in_force(session):
+            return self.original(*args, **kwargs)
+        if not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
         planned.check_modules()
         session.counts = {}
@@ -238,22 +247,26 @@ class MemberCall(StandIn):
         """Call the member, as a step of the runs open around it."""
         planned = self.planned
         # The compiler has its own way with runs: see traced.py.
-        if planned is None or is_compiling() or compiler_callback():
+        if planned is None or is_dynamo_compiling() or compiler_callback():
             return self.original(*args, **kwargs)
         session = planned.sessions.here
         counts = session.counts
         if counts is None:
             return self.original(*args, **kwargs)
-        index = counts.get(self.key, 0)
-        counts[self.key] = index + 1
-        if not planned.in_force(session):
+        call = (self.key, counts.get(self.key, 0))
+        counts[self.key] = call[1] + 1
+        if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        loop = begin_runs(planned.sessions, session, (self.key, index), args, kwargs)
+        loop = session.loop
+        if loop is not None:
+            loop.pause()
+        if call in planned.begins:
+            loop = begin_runs(planned.sessions, loop, call, args, kwargs)
         session.loop = None
         if loop is None:
             return self.original(*args, **kwargs)
         original = self.bound
-        loop.begin_call(self, original, args, kwargs)
+        loop.begin_call(call, self, original, args, kwargs)
         output = original(*args, **kwargs)
         session.loop = loop
         loop.end_call(output)

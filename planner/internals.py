@@ -7,11 +7,12 @@ Last checked with torch 2.13. tests/test_apply_internals.py says what is relied 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from operator import call, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _len_torch_function_stack
+from torch._C import _len_torch_function_stack as _mode_count
 from torch._C import _pop_torch_function_stack as _pop_mode
 from torch._C import _push_on_torch_function_stack as _push_mode
 from torch._C._autograd import _make_saved_tensor
@@ -39,6 +40,11 @@ def checkpoint_generator(
     )
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary a module keeps its own children in."""
+    return module._modules
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary a module keeps its own parameters in."""
     return module._parameters
@@ -54,9 +60,9 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place; 0 where torch does not count."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def next_node_number() -> int:
@@ -64,9 +70,8 @@ def next_node_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def node_number(node: Any) -> int:
-    """Return an autograd node's sequence number."""
-    return node._sequence_nr()
+# An autograd node's sequence number.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def top_hooks() -> Hooks:
@@ -96,12 +101,14 @@ def save_beneath(hooks: Hooks, tensor: torch.Tensor) -> Callable[[], torch.Tenso
 
 def function_mode_count() -> int:
     """Return how many torch function modes are in force."""
-    return _len_torch_function_stack()
+    return _mode_count()
 
 
 def insert_function_mode(mode: TorchFunctionMode, height: int) -> None:
     """Put a torch function mode in force beneath all but the first `height` ones."""
-    above = [_pop_mode() for _ in range(_len_torch_function_stack() - height)]
+    above: list[TorchFunctionMode] = []
+    while _mode_count() > height:
+        above.append(_pop_mode())
     _push_mode(mode)
     while above:
         _push_mode(above.pop())
@@ -111,7 +118,7 @@ def remove_function_mode(mode: TorchFunctionMode) -> bool:
     """Take a torch function mode out of force wherever it is; return whether it was there."""
     above: list[TorchFunctionMode] = []
     top = None
-    while top is not mode and _len_torch_function_stack():
+    while top is not mode and _mode_count():
         top = _pop_mode()
         if top is not mode:
             above.append(top)
@@ -120,40 +127,33 @@ def remove_function_mode(mode: TorchFunctionMode) -> bool:
     return top is mode
 
 
-def ambient_settings() -> tuple[Any, ...]:
+def ambient_settings() -> list[Any]:
     """Return the process-wide settings that change results and that torch does not bring back for a replay."""
-    return tuple([read() for read in _READ_AMBIENT])
+    return list(map(call, _READ_AMBIENT))
 
 
-def set_ambient(settings: tuple[Any, ...]) -> None:
+def set_ambient(settings: list[Any]) -> None:
     """Bring back what `ambient_settings` returned."""
-    for bring_back, setting in zip(_SET_AMBIENT, settings, strict=True):
+    for (_, bring_back), setting in zip(_AMBIENT, settings, strict=True):
         bring_back(setting)
 
 
-# The public readers are Python around these, and a region reads them twice.
-_READ_AMBIENT = (
-    torch.get_default_dtype,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_float32_matmul_precision,
+# How each is read and set. The public readers are Python around these, and a region reads them twice.
+_AMBIENT: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, cuda.enable_flash_sdp),
+    (torch._C._get_math_sdp_enabled, cuda.enable_math_sdp),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
 )
-_SET_AMBIENT = (
-    torch.set_default_dtype,
-    cuda.enable_flash_sdp,
-    cuda.enable_mem_efficient_sdp,
-    cuda.enable_math_sdp,
-    cuda.enable_cudnn_sdp,
-    torch._C._set_mkldnn_enabled,
-    torch._C._set_cudnn_enabled,
-    torch._C._set_cudnn_deterministic,
-    torch._C._set_float32_matmul_precision,
-)
+if torch.accelerator.current_accelerator() is not None:
+    _AMBIENT += (
+        (torch._C._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (torch._C._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    )
+_READ_AMBIENT = tuple(read for read, _ in _AMBIENT)
 
 
 def is_sharded(root: nn.Module) -> bool:

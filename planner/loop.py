@@ -20,7 +20,7 @@ from .internals import (
     remove_function_mode,
     save_beneath,
     top_hooks,
-    version_of,
+    versions_of,
 )
 from .packing import Inputs, tensors_in
 from .region import Region
@@ -128,6 +128,7 @@ class Loop:
 
     def begin_call(
         self,
+        call: CallKey,
         member: Callable[..., Any],
         original: Callable[..., Any],
         args: tuple[Any, ...],
@@ -136,6 +137,7 @@ class Loop:
         """Record that a member is about to run.
 
         Args:
+            call: The member's call.
             member: What a replay calls where segments may begin in it.
             original: What it calls where none can.
             args: The call's positional arguments.
@@ -143,17 +145,19 @@ class Loop:
         """
         for run in self.runs:
             run.tape.record(member if run.segment.inside.begins else original, args, kwargs)
+        self.call = call
         self.in_member = True
 
     def end_call(self, output: Any) -> None:
         """Record what the member returned, and end the runs it was the last member of."""
         self.in_member = False
-        for run in self.runs:
-            run.tape.finish(output)
+        ends = -1
         for position, run in enumerate(self.runs):
-            if run.segment.calls[-1] == self.call:
-                self.leave_from(position)
-                break
+            run.tape.finish(output)
+            if ends < 0 and run.segment.calls[-1] == self.call:
+                ends = position
+        if ends >= 0:
+            self.leave_from(ends)
 
     def leave_from(self, position: int) -> None:
         """End the runs from a position on, the innermost first."""
@@ -186,7 +190,7 @@ class Loop:
                         f"{list(tensor.shape)} from outside the segment, which a replay would do twice; "
                         "make it out of place, or plan each member as a segment of its own"
                     )
-            run.tape.record(function, args, kwargs)
+            run.tape.record(function, args, kwargs, gradients=torch.is_grad_enabled())
             run.tape.finish(output)
 
 
@@ -200,9 +204,9 @@ class _Between(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
-        versions = [version_of(tensor) for tensor in given]
+        versions = versions_of(given)
         output = func(*args, **kwargs)
-        changed = [t for t, version in zip(given, versions, strict=True) if version_of(t) != version]
+        changed = [t for t, before, after in zip(given, versions, versions_of(given), strict=True) if before != after]
         if getattr(func, "__name__", "") == "__set__":
             changed = given[:1]
         identities = {id(tensor) for tensor in given}
@@ -212,12 +216,19 @@ class _Between(TorchFunctionMode):
 
 
 def begin_runs(
-    sessions: Sessions, session: Session, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sessions: Sessions, loop: Loop | None, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Loop | None:
-    """Begin every run whose first member's call this is, outer ones first, and return the loop it belongs to."""
-    loop = session.loop
+    """Begin every run whose first member's call this is, outer ones first, and return the loop it belongs to.
+
+    Args:
+        sessions: The planned model's sessions.
+        loop: The loop that the call is made in, paused, or None outside of one.
+        call: The call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    session = sessions.here
     if loop is not None:
-        loop.pause()
         loop.leave_before(call)
         loop = loop if loop.runs else None
     segment: Segment | None = session.level.runs.get(call)
@@ -225,6 +236,4 @@ def begin_runs(
         loop = loop or Loop()
         Run(sessions, session, segment, Inputs(args, kwargs)).begin(loop)
         segment = session.level.runs.get(call)
-    if loop is not None:
-        loop.call = call
     return loop

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .errors import ApplyError, ReplayStateError
-from .internals import ambient_settings, buffers_of, checkpoint_generator, is_sharded, set_ambient, version_of
+from .internals import ambient_settings, buffers_of, checkpoint_generator, is_sharded, set_ambient, versions_of
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
 
 _NO_COUNTS: dict[int, int] = {}
-_STOPPED = "the region's generator did not stop"
+_STOPPED = object()
+_training = attrgetter("training")
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Region:
@@ -34,7 +38,7 @@ class Region:
         self.segment = segment
         self.outer = session.level
         self._inputs: Inputs | None = inputs
-        self._facts: tuple[list[int], list[int], list[bool]] = ([], [], [])
+        self._facts: list[int] | None = None
         self._held: list[torch.Tensor] = []
         self._generator: Generator[None, None, None] | None = None
 
@@ -49,8 +53,8 @@ class Region:
         if inputs.objects:
             refuse_iterators(inputs.objects, segment.where)
         self._pictures = picture(inputs.objects) if inputs.objects else None
-        self._versions = [version_of(tensor) for tensor in inputs.tensors]
-        self._flags = [module.training for module in segment.modules]
+        self._versions = versions_of(inputs.tensors)
+        self._flags = list(map(_training, segment.modules))
         self._ambient = ambient_settings()
         self._counts = _NO_COUNTS if session.counts is None or not segment.inside.begins else session.counts.copy()
         self._generator = checkpoint_generator(
@@ -71,12 +75,8 @@ class Region:
         assert generator is not None
         self._generator = self._inputs = None
         self.session.level = self.outer
-        try:
-            next(generator)
-        except StopIteration:
-            pass
-        else:
-            raise AssertionError(_STOPPED)
+        stopped = next(generator, _STOPPED) is _STOPPED
+        assert stopped
         assert inputs is not None
         self._check_inputs(inputs)
         self._facts = self._parameter_facts()
@@ -96,13 +96,14 @@ class Region:
 
     def _check_inputs(self, inputs: Inputs) -> None:
         where = self.segment.where
-        for tensor, version in zip(inputs.tensors, self._versions, strict=True):
-            if version_of(tensor) != version:
-                raise ApplyError(
-                    f"segment {where}: an input of shape {list(tensor.shape)} was changed in place inside the segment, "
-                    "so a replay would start from the changed values; plan with the segment's start moved past that "
-                    "operator, or make it out of place (inplace=False)"
-                )
+        versions = versions_of(inputs.tensors)
+        if versions != self._versions:
+            changed = list(map(int.__eq__, versions, self._versions)).index(False)
+            raise ApplyError(
+                f"segment {where}: an input of shape {list(inputs.tensors[changed].shape)} was changed in place inside "
+                "the segment, so a replay would start from the changed values; plan with the segment's start moved "
+                "past that operator, or make it out of place (inplace=False)"
+            )
         if self._pictures is not None and picture(inputs.objects) != self._pictures:
             kinds = ", ".join(sorted({type(value).__name__ for value in inputs.objects}))
             raise ApplyError(
@@ -110,11 +111,12 @@ class Region:
                 "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
             )
 
-    def _parameter_facts(self) -> tuple[list[int], list[int], list[bool]]:
-        # Three flat lists, as this runs twice for every region.
+    def _parameter_facts(self) -> list[int]:
+        """Return the identities of all parameters, then their versions, then whether they get gradients."""
+        # One flat list, made without Python in between, as this runs twice for every region.
         try:
             values: list[Any] = [holder[name] for holder, name in self.segment.parameters]
-            return [id(v) for v in values], [v._version for v in values], [v.requires_grad for v in values]
+            return [*map(id, values), *map(_version, values), *map(_requires_grad, values)]
         except (KeyError, AttributeError):
             gone = [name for holder, name in self.segment.parameters if holder.get(name) is None]
             raise ApplyError(
@@ -122,23 +124,24 @@ class Region:
                 "(pruning, weight_norm?); call remove() before such a change and make the plan again"
             ) from None
 
-    def _report_change(self, now: tuple[list[int], list[int], list[bool]]) -> None:
+    def _report_change(self, now: list[int]) -> None:
         # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
         if is_sharded(self.segment.root):
             return
-        if not self._facts[0]:
+        if self._facts is None:
             raise ReplayStateError(
                 f"segment {self.segment.where}: backward came while its forward was still running "
                 "(autograd.grad in the loop around it?); plan again with the loss as it is now, or without this segment"
             )
+        count = len(self.segment.parameters)
         for position, (_, name) in enumerate(self.segment.parameters):
-            before, after = ([facts[position] for facts in pair] for pair in (self._facts, now))
+            before, after = self._facts[position::count], now[position::count]
             if before[0] != after[0]:
                 reason = "is another tensor (weights substituted by functional_call or a parametrization are gone)"
             elif before[1] != after[1]:
                 reason = "was changed in place (an optimizer step between forward and backward?)"
             elif before[2] != after[2]:
-                reason = f"has requires_grad {after[2]}, {before[2]} in forward"
+                reason = f"has requires_grad {bool(after[2])}, {bool(before[2])} in forward"
             else:
                 continue
             raise ReplayStateError(
@@ -155,7 +158,7 @@ class Region:
         facts = self._parameter_facts()
         if facts != self._facts:
             self._report_change(facts)
-        flags = [module.training for module in self.segment.modules]
+        flags = list(map(_training, self.segment.modules))
         ambient = ambient_settings()
         buffers = self.segment.buffers
         originals = [(m, name, buffers_of(m)[name]) for m, name in buffers] if buffers else ()

@@ -39,6 +39,11 @@ class Level:
         (self.singles if len(segment.calls) == 1 else self.runs)[segment.calls[0]] = segment
         self.begins.add(segment.calls[0])
 
+    def all_begins(self) -> set[CallKey]:
+        """Return the first calls of these segments and of those inside them."""
+        inside = [segment.inside.all_begins() for segment in (*self.singles.values(), *self.runs.values())]
+        return self.begins.union(*inside)
+
     def mark(self, *, removed: bool) -> None:
         """Note whether the plan is taken off the model, so that nothing can begin inside a replay."""
         for segment in (*self.singles.values(), *self.runs.values()):

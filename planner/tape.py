@@ -19,7 +19,16 @@ _HOOK_NODE = "BackwardHookFunctionBackward"
 
 
 class Entry:
-    """One recorded step: a call of a module or of a torch function."""
+    """One recorded step: a call of a module or of a torch function.
+
+    Attributes:
+        function: What is called.
+        arguments: With what.
+        gradients: Whether gradients were on.
+        outputs: The tensors it returned, by number; once the tape is closed, None for one that no later step uses, and
+            empty where none is used.
+        dying: The tensors that no later step uses, by number.
+    """
 
     __slots__ = ("arguments", "dying", "function", "gradients", "outputs")
 
@@ -27,8 +36,7 @@ class Entry:
         self.function = function
         self.arguments = arguments
         self.gradients = gradients
-        self.outputs: list[int] = []
-        # Tensors that no later step uses.
+        self.outputs: list[int | None] = []
         self.dying: list[int] = []
 
 
@@ -45,7 +53,7 @@ class Tape:
 
     __slots__ = (
         *("_capture", "_captured", "_detached", "_first_node", "_inputs", "_known"),
-        *("_last_use", "_made", "_size", "_where", "entries"),
+        *("_last_use", "_made", "_where", "entries"),
     )
 
     def __init__(
@@ -54,57 +62,69 @@ class Tape:
         self._where = where
         self._capture: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = capture
         self._captured: dict[int, Callable[[], torch.Tensor]] = {}
-        self._known = {id(t): (weakref.ref(t), number) for number, t in enumerate(inputs.tensors)}
-        self._inputs = self._size = len(inputs.tensors)
+        self._known = {id(t): (weakref.ref(t), Slot(number)) for number, t in enumerate(inputs.tensors)}
+        self._inputs = len(inputs.tensors)
+        # By tensor number, the last step that uses it; -1 for none.
+        self._last_use = [-1] * self._inputs
         self._detached: set[int] = set()
         # A full backward hook puts another tensor in an output's place, which may then die; its node lives on.
         self._made: dict[tuple[int, int], int] = {}
-        self._last_use: dict[int, int] = {}
         self._first_node = next_node_number()
         self.entries: list[Entry] = []
 
-    def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool = True
+    ) -> None:
         """Put a step on the tape, before or after it runs; `finish` adds what it returned."""
         objects: list[Any] = []
         arguments = pack_call(args, kwargs, self._slot, objects)
         if objects:
             refuse_iterators(objects, self._where)
-        self.entries.append(Entry(function, arguments, torch.is_grad_enabled()))
+        self.entries.append(Entry(function, arguments, gradients))
 
     def finish(self, output: Any) -> None:
         """Number the output tensors of the last recorded step."""
-        outputs = self.entries[-1].outputs
-        for tensor in tensors_in(output):
-            number = self._find(tensor)
-            if number is None:
-                number = self._remember(tensor)
+        entry = self.entries[-1]
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            known = self._known.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                number = known[1].number
+            else:
+                number = self._remember(tensor).number
                 node = tensor.grad_fn
                 if node is not None:
                     self._made[node_number(node), tensor.output_nr] = number
-                elif not self.entries[-1].gradients:
+                elif not entry.gradients:
                     self._detached.add(number)
-            outputs.append(number)
+            entry.outputs.append(number)
 
     def is_external(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was made outside the tape."""
-        number = self._find(tensor)
-        return number is None or number < self._inputs or number in self._captured
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return True
+        return known[1].number < self._inputs or known[1].number in self._captured
 
     def close(self) -> None:
         """Forget which tensors the numbers stood for; nothing is recorded after this."""
         self._known.clear()
-        for number, step in self._last_use.items():
-            self.entries[step].dying.append(number)
+        last_use = self._last_use
+        for step, entry in enumerate(self.entries):
+            used = [number if number is not None and last_use[number] > step else None for number in entry.outputs]
+            entry.outputs = used if any(number is not None for number in used) else []
+        for number, step in enumerate(last_use):
+            if step >= 0:
+                self.entries[step].dying.append(number)
         # The capturing run owns this tape: a way back would be a cycle, and its memory would wait for the collector.
         self._capture = None
 
     def replay(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Run the steps again, from the inputs' tensors."""
-        values = dict(enumerate(inputs))
+        values: list[Any] = [None] * len(self._last_use)
+        values[: self._inputs] = inputs
         for number, restore in self._captured.items():
             values[number] = restore()
-        last_use = self._last_use
-        for step, entry in enumerate(self.entries):
+        for entry in self.entries:
             args, kwargs = rebuild_call(entry.arguments, values)
             if entry.gradients:
                 output = entry.function(*args, **kwargs)
@@ -113,50 +133,48 @@ class Tape:
                     output = entry.function(*args, **kwargs)
             del args, kwargs
             if entry.outputs:
-                produced = zip(entry.outputs, tensors_in(output), strict=True)
-                values.update([(n, tensor) for n, tensor in produced if last_use.get(n, -1) > step])
+                _keep(entry.outputs, output, values)
             del output
             for number in entry.dying:
-                values.pop(number, None)
+                values[number] = None
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        number = self._find(tensor)
-        if number is None:
-            number = self._capture_outside(tensor)
-        elif number in self._detached and tensor.requires_grad:
-            # A custom function computes without gradients and joins the graph afterwards; only the first was seen.
-            number = self._behind_hook(tensor, tensor.grad_fn)
-        self._last_use[number] = len(self.entries)
-        return Slot(number)
-
-    def _find(self, tensor: torch.Tensor) -> int | None:
         known = self._known.get(id(tensor))
         # An id can come back after its tensor died; the weak reference tells.
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is None or known[0]() is not tensor:
+            slot = self._capture_outside(tensor)
+        elif self._detached and known[1].number in self._detached and tensor.requires_grad:
+            # A custom function computes without gradients and joins the graph afterwards; only the first was seen.
+            slot = self._behind_hook(tensor, tensor.grad_fn)
+        else:
+            slot = known[1]
+        self._last_use[slot.number] = len(self.entries)
+        return slot
 
-    def _remember(self, tensor: torch.Tensor) -> int:
-        number = self._size
-        self._size += 1
-        self._known[id(tensor)] = (weakref.ref(tensor), number)
-        return number
+    def _remember(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(len(self._last_use))
+        self._last_use.append(-1)
+        self._known[id(tensor)] = (weakref.ref(tensor), slot)
+        return slot
 
-    def _capture_outside(self, tensor: torch.Tensor) -> int:
+    def _capture_outside(self, tensor: torch.Tensor) -> Slot:
         node = tensor.grad_fn
         if node is not None and node_number(node) >= self._first_node:
             return self._behind_hook(tensor, node)
         assert self._capture is not None
-        number = self._remember(tensor)
-        self._captured[number] = self._capture(tensor)
-        return number
+        slot = self._remember(tensor)
+        self._captured[slot.number] = self._capture(tensor)
+        return slot
 
-    def _behind_hook(self, tensor: torch.Tensor, node: Any) -> int:
+    def _behind_hook(self, tensor: torch.Tensor, node: Any) -> Slot:
         """Find the output that a full backward hook of its module stands in front of."""
         if node.name() == _HOOK_NODE:
             inner, output = node.next_functions[tensor.output_nr]
             number = self._made.get((node_number(inner), output))
             if number is not None:
-                self._known[id(tensor)] = (weakref.ref(tensor), number)
-                return number
+                slot = Slot(number)
+                self._known[id(tensor)] = (weakref.ref(tensor), slot)
+                return slot
         raise self._unrecorded(node)
 
     def _unrecorded(self, node: Any) -> ApplyError:
@@ -164,3 +182,12 @@ class Tape:
             f"segment {self._where}: a tensor made by {node.name()} between the members reached one of them, and that "
             "step could not be recorded (a custom autograd function?); plan each member as a segment of its own"
         )
+
+
+def _keep(numbers: list[int | None], output: Any, values: list[Any]) -> None:
+    """Put the tensors of an output in the places of their numbers."""
+    # A function of its own, so that no variable outlives it and keeps a tensor.
+    tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    for number, tensor in zip(numbers, tensors, strict=True):
+        if number is not None:
+            values[number] = tensor
