@@ -139,20 +139,20 @@ def set_ambient(settings: list[Any]) -> None:
 
 
 # How each is read and set. The public readers are Python around these, and a region reads them twice.
-_AMBIENT: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+_ANYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_flash_sdp_enabled, cuda.enable_flash_sdp),
     (torch._C._get_math_sdp_enabled, cuda.enable_math_sdp),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
 )
-if torch.accelerator.current_accelerator() is not None:
-    _AMBIENT += (
-        (torch._C._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        (torch._C._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-        (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-        (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    )
+_ACCELERATOR: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (torch._C._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+)
+_AMBIENT = _ANYWHERE + (_ACCELERATOR if torch.accelerator.current_accelerator() is not None else ())
 _READ_AMBIENT = tuple(read for read, _ in _AMBIENT)
 
 

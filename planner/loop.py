@@ -24,7 +24,7 @@ from .internals import (
 )
 from .packing import Inputs, tensors_in
 from .region import Region
-from .session import CallKey, Segment, Session, Sessions
+from .session import CallKey, Segment, Sessions
 from .tape import Tape
 
 

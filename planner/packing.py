@@ -109,20 +109,22 @@ def pack_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], slot: Callable[[torch.Tensor], Any], objects: list[Any]
 ) -> PackedCall:
     """Return the arguments of a call, packed."""
-    packed: list[Any] = []
-    for item in args:
-        packed.append(slot(item) if isinstance(item, torch.Tensor) else pack(item, slot, objects))
-    return packed, pack(kwargs, slot, objects) if kwargs else kwargs
+    tensor = torch.Tensor
+    return (
+        [slot(item) if isinstance(item, tensor) else pack(item, slot, objects) for item in args],
+        pack(kwargs, slot, objects) if kwargs else kwargs,
+    )
 
 
 def rebuild_call(
     packed: PackedCall, values: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a packed call, the slots filled from `values`."""
-    args: list[Any] = []
-    for item in packed[0]:
-        args.append(values[item.number] if type(item) is Slot else rebuild(item, values))
-    return args, rebuild(packed[1], values) if packed[1] else packed[1]
+    args, kwargs = packed
+    return (
+        [values[item.number] if type(item) is Slot else rebuild(item, values) for item in args],
+        rebuild(kwargs, values) if kwargs else kwargs,
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
