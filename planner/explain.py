@@ -15,6 +15,7 @@ _WORDS = {
     "buffer": "buffers",
     "batch": "the batch",
     "gradient": "gradients",
+    "communication": "buffers of collectives",
 }
 
 
@@ -44,11 +45,14 @@ def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, lim
         if max(storage.born, 0) <= at and (storage.last is None or storage.last >= at):
             if storage.kind in _WORDS:
                 held[_WORDS[storage.kind]] += storage.nbytes
+            elif storage.kind == "unsharded":
+                held[f"gathered parameters of {_kind(storage.name.rpartition('.')[0])}"] += storage.nbytes
             else:
                 held[f"activations of {_kind(_place(recording, storage.born))}"] += storage.nbytes
     scratch = recording.operators[at].scratch_bytes
     if scratch:
-        held["workspace inside the operator"] = scratch
+        sharded = any(storage.kind == "unsharded" for storage in recording.storages)
+        held["collectives at the operator" if sharded else "workspace inside the operator"] = scratch
     largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
     phase = "forward" if at < recording.loss_stop else "backward"
     named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)

@@ -111,6 +111,8 @@ class Plan:
     Attributes:
         segments: Top-level segments, disjoint, in execution order.
         training: The root's training flag the plan is for; with the other one nothing is checkpointed.
+        ranks: Processes that the model will be sharded over; where there are several, bytes are those of one of them.
+        units: Paths of the modules that will be sharded on their own.
         budget_bytes: The budget asked for, headroom included; None where none was given.
         predicted_peak_bytes: Peak of the planned step, from the dry run.
         predicted_overhead: Replayed forward time by the unplanned step's time.
@@ -132,6 +134,8 @@ class Plan:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     segments: tuple[PlannedSegment, ...]
     training: bool = True
+    ranks: Annotated[int, Field(ge=1)] = 1
+    units: tuple[str, ...] = ()
     budget_bytes: Count | None = None
     predicted_peak_bytes: Count | None = None
     predicted_overhead: float | None = None
@@ -265,8 +269,9 @@ def _percent(fraction: float | None) -> str:
 
 
 def _headline(plan: Plan) -> str:
+    each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
     return (
-        f"plan: {len(plan.segments)} segments, peak {_mebibytes(plan.predicted_peak_bytes)} "
+        f"plan: {len(plan.segments)} segments, peak {_mebibytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_mebibytes(plan.unplanned_peak_bytes)}, budget {_mebibytes(plan.budget_bytes)}), "
         f"overhead {_percent(plan.predicted_overhead)}; solver {plan.solver or 'none'} {plan.status}; "
         f"bytes {plan.bytes_from}, times {plan.times_from}"

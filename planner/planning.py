@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..profiler import BatchError, Profile, Session, open_session, profile
 from ..profiler.allocator import allocated_peak_bytes, collected
+from ..profiler.optimizer import optimizer_bytes
 from ..profiler.preserve import preserved
 from ..profiler.recorder import Recording
 from ..profiler.step import Loss
@@ -25,6 +26,7 @@ from .fingerprint import Fingerprint
 from .host import host_costs
 from .plan import BatchTensor, Call, Plan, PlannedSegment, SavedOperator
 from .problem import Bridge
+from .sharding import Sharding
 from .trial import Fault, Trials
 
 ROUNDS = 8
@@ -52,6 +54,7 @@ def plan(
     save_sets: bool = True,
     cross_operators: bool = True,
     units: Iterable[nn.Module] = (),
+    ranks: int = 1,
     time_limit_s: float | None = None,
     gap: float = 0.0,
     planner: Planner | None = None,
@@ -73,8 +76,12 @@ def plan(
         headroom: Share of the budget to keep free.
         save_sets: Let segments keep some operators' outputs (selective checkpointing).
         cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
-        units: Modules that will be sharded on their own (`fully_shard`): their parameters are there only during their
-            own calls, so a segment holds such a call whole or lies within it.
+        units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
+            there only during their own calls, so a segment holds such a call whole or lies within it.
+        ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
+            those of one rank: shards of parameters, gradients and optimizer state, and what is gathered and reduced
+            meanwhile (`gathering` says how that is counted). 1 counts the whole model, as under DDP, whose gradient
+            buckets are not counted.
         time_limit_s: Seconds for each solve; None lets a solver finish, but for "auto" (20 s).
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
@@ -85,7 +92,7 @@ def plan(
     Raises:
         InfeasibleBudgetError: No plan fits; it carries the smallest reachable peak, its plan, and what holds it there.
         BudgetError: The budget, the headroom or the solver's name cannot be read.
-        BatchError: The batch cannot be used.
+        BatchError: The batch, `units` or `ranks` cannot be used.
     """
     check_share("headroom", headroom)
     check_solver(solver)
@@ -101,6 +108,7 @@ def plan(
             save_sets=save_sets,
             cross_operators=cross_operators,
             units=units,
+            ranks=ranks,
             progress=progress,
         )
     return planner.plan(
@@ -126,11 +134,22 @@ def check_solver(solver: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Hold a solution, the segments it names on the model, and the recording of their dry run."""
+    """Hold a solution, the segments it names on the model, and their dry run.
+
+    Attributes:
+        solution: The solver's answer.
+        segments: Its segments by name.
+        recording: What was recorded, one rank's part of it where the model will be sharded.
+        alive_bytes: The most that is alive in it.
+        whole_bytes: The same of the whole model: what a real run here is compared with.
+        peak_bytes: The step's peak, the optimizer's own step included.
+    """
 
     solution: Solution
     segments: tuple[PlannedSegment, ...]
     recording: Recording
+    alive_bytes: int
+    whole_bytes: int
     peak_bytes: int
 
 
@@ -146,6 +165,14 @@ def check_effort(time_limit_s: object, gap: object) -> None:
         )
     if not (_is_number(gap) and 0 <= gap < 1):
         raise BudgetError(f"gap must be a share in [0, 1), got {gap!r}: 0.01 accepts one per cent more added time")
+
+
+def _check_ranks(ranks: object) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise BatchError(
+            f"ranks must be a positive int, got {ranks!r}: pass the number of processes that share the model's shards, "
+            "torch.distributed.get_world_size() for one"
+        )
 
 
 def _paths(model: nn.Module, units: Iterable[object]) -> list[str]:
@@ -180,19 +207,25 @@ class Planner:
     """Hold one profiled step, from which any number of budgets can be planned.
 
     Attributes:
-        profile: The recorded step.
+        profile: The recorded step, one rank's part of it where there are several.
+        whole: The recorded step of the whole model.
         bridge: Its stages and candidates.
         session: Records the planned steps as the unplanned one was recorded.
         optimizer: Name of the optimizer counted, or "".
         trials: Runs plans for real to see that they compute the same.
+        units: Paths of the modules that are sharded on their own.
+        sharding: Who holds what; None where the model is not sharded.
     """
 
     profile: Profile
+    whole: Profile
     bridge: Bridge
     session: Session
     optimizer: str
     trials: Trials
-    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int]] = field(default_factory=dict, repr=False)
+    units: tuple[str, ...] = ()
+    sharding: Sharding | None = None
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int, int]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
@@ -205,28 +238,51 @@ class Planner:
         save_sets: bool = True,
         cross_operators: bool = True,
         units: Iterable[nn.Module] = (),
+        ranks: int = 1,
         repeats: int = 3,
         progress: Callable[[str], None] | None = None,
     ) -> Planner:
         """Profile a step; the arguments are those of `plan`."""
-        session = open_session(model, batch, loss, accumulation=accumulation)
+        _check_ranks(ranks)
         paths = _paths(model, units)
+        # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
+        kept_whole = accumulation and ranks == 1
+        session = open_session(model, batch, loss, accumulation=kept_whole)
+        sharding = None
+        if ranks > 1:
+            round_to = session.round_to
+            sharding = Sharding.of(model, paths, ranks, accumulation=accumulation, round_to=round_to)
         with unplanned(model):
-            recorded = profile(
+            whole = profile(
                 model,
                 batch,
                 loss=loss,
                 optimizer=optimizer,
-                accumulation=accumulation,
+                accumulation=kept_whole,
                 repeats=repeats,
                 session=session,
                 progress=progress,
             )
+            recorded = whole
+            if sharding is not None:
+                sizes = {"round_to": session.round_to, "ranks": ranks}
+                kept = None if optimizer is None else optimizer_bytes(session.step, optimizer, **sizes)
+                recorded = sharding.of_profile(whole, kept)
         bridge = Bridge(
             recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets, units=paths
         )
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
-        return Planner(recorded, bridge, session, name, Trials(session.reference))
+        trials = Trials(session.reference)
+        return Planner(recorded, whole, bridge, session, name, trials, units=tuple(paths), sharding=sharding)
+
+    @property
+    def ranks(self) -> int:
+        """Return the processes that the model will be sharded over; 1 where it will not."""
+        return 1 if self.sharding is None else self.sharding.ranks
+
+    def on_rank(self, recording: Recording) -> Recording:
+        """Return one rank's part of a recorded step of the whole model."""
+        return recording if self.sharding is None else self.sharding.of_recording(recording)
 
     @collected()
     def plan(
@@ -270,18 +326,22 @@ class Planner:
 
     def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
         say(f"running {len(segments)} segments against the unmodified step")
-        needed = self.profile.peak_bytes() - self.profile.fixed_bytes()
-        return self.trials.check(self.session.step, segments, needed)
+        return self.trials.check(self.session.step, segments, self._whole_step_bytes())
+
+    def _whole_step_bytes(self) -> int:
+        """Return what the unmodified step of the whole model allocates."""
+        return self.whole.peak_bytes() - self.whole.fixed_bytes()
 
     def _as_measured(self, trial: Trial) -> Trial:
-        """Raise a trial's peak to what the allocator gave out, where the planned step was run."""
-        if self.trials.peak_bytes is None or self.profile.accumulation:
+        """Raise a trial's peak by what the allocator gave out beyond the dry run, where the planned step was run."""
+        if self.trials.peak_bytes is None or self.whole.accumulation:
             return trial
-        return replace(trial, peak_bytes=max(trial.peak_bytes, self._with_entry(self.trials.peak_bytes)))
+        missed = max(0, self._with_entry(self.trials.peak_bytes) - trial.whole_bytes)
+        return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + missed))
 
     def _with_entry(self, allocated: int) -> int:
         """Return the peak of a step by what the allocator gave out in it: nothing unseen is left to add."""
-        return allocated + self.profile.fixed_bytes() - self.profile.unseen_bytes
+        return allocated + self.whole.fixed_bytes() - self.whole.unseen_bytes
 
     def _refuse(self, fault: Fault) -> None:
         members = [call for segment in fault.segments for call in segment.members]
@@ -361,10 +421,12 @@ class Planner:
             if len(self._dry_runs) >= REMEMBERED:
                 del self._dry_runs[next(iter(self._dry_runs))]
             self._dry_runs[segments] = self._dry_run(segments)
-        recording, peak = self._dry_runs[segments]
-        return Trial(solution, segments, recording, peak)
+        recording, alive, whole = self._dry_runs[segments]
+        peak = max(alive, self.profile.parts.optimizer_step_peak)
+        return Trial(solution, segments, recording, alive, whole, peak)
 
-    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[Recording, int]:
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[Recording, int, int]:
+        """Return the recording, and the most bytes alive in it and in that of the whole model."""
         model = self.session.step.model
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
@@ -372,10 +434,11 @@ class Planner:
                 measured = self._measured_bytes()
         except Exception as error:
             raise _DryRunFailedError(segments, error) from error
-        parts = self.profile.parts
-        recorded = recording.peak_bytes() + parts.optimizer
-        alive = max(recorded, measured) if measured else recorded + self.unseen_bytes(segments)
-        return recording, max(alive, parts.optimizer_step_peak)
+        recorded = recording.peak_bytes() + self.whole.parts.optimizer
+        unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
+        recording = self.on_rank(recording)
+        alive = recording.peak_bytes() + self.profile.parts.optimizer + unseen
+        return recording, alive, recorded + unseen
 
     def _measured_bytes(self) -> int:
         """Return the allocator's peak of the step as the model is now, where a recording does not tell it; else 0.
@@ -383,7 +446,7 @@ class Planner:
         That is where fake tensors could not be used, or where the unplanned step allocated more than was recorded: what
         depends on data, or is hidden inside a library (recurrent layers), is then not guessed.
         """
-        profile, session = self.profile, self.session
+        profile, session = self.whole, self.session
         told = profile.bytes_from == "dry run" and profile.unseen_bytes <= UNSEEN * profile.peak_bytes()
         if told or profile.accumulation:
             return 0
@@ -454,6 +517,8 @@ class Planner:
         return Plan(
             segments=trial.segments,
             training=model.training,
+            ranks=self.ranks,
+            units=self.units,
             budget_bytes=asked,
             predicted_peak_bytes=trial.peak_bytes,
             predicted_overhead=solution.added_ns / step_ns,
@@ -468,6 +533,7 @@ class Planner:
                 "optimizer_bytes": recorded.parts.optimizer,
                 "optimizer_step_peak_bytes": recorded.parts.optimizer_step_peak,
                 "headroom": headroom,
+                **({"whole_step_bytes": self._whole_step_bytes()} if self.ranks > 1 else {}),
             },
             bytes_from="measured",
             times_from=source,
@@ -485,10 +551,11 @@ class Planner:
         plan = self._plan_of(least, least.peak_bytes, 0.0)
         reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
         holders = explain_peak(least.recording, self.profile, least.peak_bytes)
+        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         refused = sorted({f"{item.module} {item.reason}" for item in self.bridge.refusals()})
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
         return InfeasibleBudgetError(
-            f"no {kind}plan fits {format_bytes(asked)}{reserved}: the smallest reachable peak is "
+            f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest reachable peak is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
             "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
             least_peak_bytes=least.peak_bytes,

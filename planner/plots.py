@@ -31,6 +31,7 @@ _LAYERS = (
     ("activations kept for backward", ("activation",), ORANGE, ""),
     ("recomputed activations", ("recomputed",), VERMILION, "////"),
     ("temporaries", ("temporary",), SKY, ""),
+    ("gathered parameters and collectives", ("unsharded", "communication"), YELLOW, "...."),
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _COLOURS = (ORANGE, BLUE, GREEN, VERMILION, PURPLE, SKY, BLACK, GREY)

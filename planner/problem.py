@@ -296,7 +296,8 @@ class Bridge:
     def _backward_moments(self, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, per stage, the most bytes alive in its backward and the bytes alive just before it."""
         profile, n = self.profile, len(self.profile.stages)
-        resident = np.zeros(len(profile.operators) + 1, dtype=np.int64)
+        # What comes after the last operator (gradients reduced at the end of backward) has a place behind it.
+        resident = np.zeros(len(profile.operators) + 2, dtype=np.int64)
         for storage in profile.storages:
             begin, end = storage.born + 1, storage.last
             if end is None or end >= storage.born:
@@ -304,7 +305,7 @@ class Bridge:
                 if end is not None:
                     resident[end + 1] -= storage.nbytes
         always = profile.parts.optimizer + profile.unseen_bytes - profile.fixed_bytes()
-        before = np.cumsum(resident)[:-1] + always
+        before = np.cumsum(resident)[:-2] + always
         worst = np.full(n, -1, dtype=np.int64)
         first: dict[int, int] = {}
         for k in range(profile.loss_stop, len(profile.operators)):

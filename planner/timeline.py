@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
-from ..profiler.records import Profile
+from ..profiler.records import Parts, Profile
 from .apply import apply_segments, unplanned
 from .explain import explain_peak
 from .plan import Plan, PlannedSegment
@@ -58,17 +58,17 @@ def step_timeline(planner: Planner, plan: Plan | None = None) -> Timeline:
     model, session, profile = planner.session.step.model, planner.session, planner.profile
     with unplanned(model):
         if plan is None:
-            recording = session.record(profile.bytes_from)
+            recording = planner.on_rank(session.record(profile.bytes_from))
         else:
             with apply_segments(model, plan.segments, training=plan.training):
-                recording = session.record(profile.bytes_from, planned=True)
+                recording = planner.on_rank(session.record(profile.bytes_from, planned=True))
     live = recording.live_bytes_by_kind()
     scratch = np.array([operator.scratch_bytes for operator in recording.operators], dtype=np.int64)
     live["temporary"] += scratch + planner.unseen_bytes(plan.segments if plan is not None else ())
     count, parts = len(recording.operators), profile.parts
     live["optimizer"] = np.full(count, parts.optimizer, dtype=np.int64)
     if parts.optimizer_step_peak:
-        live = _with_optimizer_step(live, parts.optimizer_step_peak)
+        live = _with_optimizer_step(live, parts)
     peak_bytes = int(np.sum(list(live.values()), axis=0).max(initial=0))
     return Timeline(
         live=live,
@@ -79,13 +79,15 @@ def step_timeline(planner: Planner, plan: Plan | None = None) -> Timeline:
     )
 
 
-def _with_optimizer_step(live: Mapping[str, np.ndarray], peak_bytes: int) -> dict[str, np.ndarray]:
+def _with_optimizer_step(live: Mapping[str, np.ndarray], parts: Parts) -> dict[str, np.ndarray]:
     """Append the optimizer's step: what stays from the last moment, and its temporaries up to its peak."""
     count = len(live["parameter"])
     width = max(1, count // 40)
     after = {kind: int(values[-1]) if count else 0 for kind, values in live.items()}
-    after["activation"] = after["recomputed"] = after["temporary"] = 0
-    after["temporary"] = max(0, peak_bytes - sum(after.values()))
+    after["gradient"] = parts.gradients
+    for kind in ("activation", "recomputed", "temporary", "unsharded", "communication"):
+        after[kind] = 0
+    after["temporary"] = max(0, parts.optimizer_step_peak - sum(after.values()))
     return {kind: np.concatenate([values, np.full(width, after[kind])]) for kind, values in live.items()}
 
 
@@ -134,7 +136,7 @@ def memory_by_module(profile: Profile, rows: int = 20) -> pd.DataFrame:
 
 def _owners(profile: Profile) -> Iterator[tuple[str, str, int]]:
     for storage in profile.storages:
-        if storage.kind in ("parameter", "gradient"):
+        if storage.kind in ("parameter", "gradient") and storage.last is None:
             yield f"{storage.kind}s", storage.name.rpartition(".")[0], storage.nbytes
         elif storage.kind == "activation" and storage.saved_by and 0 <= storage.born < profile.loss_stop:
             yield "saved", profile.module_of(storage.born), storage.nbytes

@@ -40,9 +40,11 @@ class Verification:
             nothing then.
         predicted_peak_bytes: The plan's promise.
         measured_peak_bytes: The allocator's peak over the planned step, with what was alive before and the
-            optimizer's state, which is counted but not executed.
+            optimizer's state, which is counted but not executed; of a plan for several ranks, without that state.
         unplanned_measured_peak_bytes: The same of the unmodified model; None where it was not run.
         budget_bytes: The plan's budget.
+        ranks: Processes that the plan is for. With several, its prediction and budget are one rank's, and what is
+            measured here, on the whole model, is not compared with them.
         predicted_overhead: The plan's promise, as a share of the unplanned step.
         measured_overhead: Median planned by median unplanned step time less one; None where not measured.
         planned_step_ns: Median time of forward, loss and backward, planned; None where not measured.
@@ -60,6 +62,7 @@ class Verification:
     measured_peak_bytes: int
     unplanned_measured_peak_bytes: int | None
     budget_bytes: int | None
+    ranks: int
     predicted_overhead: float | None
     measured_overhead: float | None
     planned_step_ns: int | None
@@ -67,8 +70,8 @@ class Verification:
 
     @property
     def within_budget(self) -> bool:
-        """Return whether the measured peak is within the plan's budget, if it has one."""
-        return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes
+        """Return whether the measured peak is within the plan's budget, if it has one that can be compared."""
+        return self.budget_bytes is None or self.ranks > 1 or self.measured_peak_bytes <= self.budget_bytes
 
     def __str__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
@@ -83,11 +86,15 @@ class Verification:
             )
         if not self.repeatable:
             lines.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
-        predicted = _bytes(self.predicted_peak_bytes)
-        lines.append(
-            f"peak: predicted {predicted}, measured {_bytes(self.measured_peak_bytes)}, "
-            f"unplanned {_bytes(self.unplanned_measured_peak_bytes)}, budget {_bytes(self.budget_bytes)}"
-        )
+        predicted, measured = _bytes(self.predicted_peak_bytes), _bytes(self.measured_peak_bytes)
+        unplanned, budget = _bytes(self.unplanned_measured_peak_bytes), _bytes(self.budget_bytes)
+        if self.ranks == 1:
+            lines.append(f"peak: predicted {predicted}, measured {measured}, unplanned {unplanned}, budget {budget}")
+        else:
+            lines.append(
+                f"peak of the whole model, optimizer left out: measured {measured}, unplanned {unplanned}; not "
+                f"compared with the {predicted} predicted and the {budget} allowed on each of {self.ranks} ranks"
+            )
         rate = f"; {self.samples_per_second:.1f} samples/s with the plan" if self.samples_per_second else ""
         lines.append(
             f"added time: predicted {_share(self.predicted_overhead)}, measured {_share(self.measured_overhead)}{rate}"
@@ -146,10 +153,14 @@ class _Bench:
         self.step, self.plan, self.steps, self.repeats, self.say = step, plan, steps, repeats, say
         self.device = next(step.model.parameters()).device
         self.accumulation = bool(plan.step.get("accumulation", False))
-        self.optimizer_bytes = int(plan.step.get("optimizer_bytes", 0))
+        # With several ranks the plan knows the state over the shards, not the whole model's.
+        known = plan.step if plan.ranks == 1 else {}
+        self.optimizer_bytes = int(known.get("optimizer_bytes", 0))
+        self.floor_bytes = int(known.get("optimizer_step_peak_bytes", 0))
 
     def run(self) -> Verification:
-        fits = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes() < 0.9 * free_memory_bytes(self.device)
+        needed = self.plan.step.get("whole_step_bytes", (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes())
+        fits = int(needed) < 0.9 * free_memory_bytes(self.device)
         self.say("running the planned step")
         planned = self._run(self._planned)
         self.say("running the unmodified step")
@@ -172,6 +183,7 @@ class _Bench:
             measured_peak_bytes=self._peak(planned),
             unplanned_measured_peak_bytes=self._peak(reference) if fits else None,
             budget_bytes=self.plan.budget_bytes,
+            ranks=self.plan.ranks,
             predicted_overhead=self.plan.predicted_overhead,
             measured_overhead=planned_ns / unplanned_ns - 1 if planned_ns and unplanned_ns else None,
             planned_step_ns=planned_ns,
@@ -193,8 +205,7 @@ class _Bench:
         return run_steps(self.step, arm, self.steps, accumulation=self.accumulation)
 
     def _peak(self, results: Results) -> int:
-        floor = int(self.plan.step.get("optimizer_step_peak_bytes", 0))
-        return max(floor, results.peak_bytes + self._entry_bytes())
+        return max(self.floor_bytes, results.peak_bytes + self._entry_bytes())
 
     def _times(self, fits: bool) -> tuple[int | None, int | None]:
         """Time both arms, warmed up by now, in turn; return the medians."""

@@ -7,7 +7,17 @@ from typing import Protocol
 
 import numpy as np
 
-CATEGORIES = ("parameter", "buffer", "batch", "gradient", "activation", "recomputed", "temporary")
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "batch",
+    "gradient",
+    "activation",
+    "recomputed",
+    "temporary",
+    "unsharded",
+    "communication",
+)
 
 
 class Life(Protocol):

@@ -23,7 +23,7 @@ NAMES = {
 }
 
 
-def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1) -> tuple[int, int]:
+def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1, ranks: int = 1) -> tuple[int, int]:
     """Return the bytes of an optimizer's state and the most its step allocates on top of state and gradients.
 
     The state is that of the steady state (after a first step), in which every further step begins.
@@ -32,6 +32,7 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
         step: The step whose model is trained.
         optimizer: An instance, or a name from `NAMES` (with torch's defaults; momentum 0.9 for "sgd").
         round_to: Allocation granularity in bytes.
+        ranks: Processes that every parameter's first dimension is divided over; the largest part counts.
 
     Raises:
         BatchError: The name is unknown, or the optimizer's parameters are not the model's.
@@ -40,6 +41,8 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
     with faked(step) as (fake_step, mode):
         fakes = dict(fake_step.model.named_parameters())
         with mode:
+            if ranks > 1:
+                fakes = {name: _first_part(parameter, ranks) for name, parameter in fakes.items()}
             copied = _on_fakes(real, optimizer, fakes)
             trained = [parameter for group in copied.param_groups for parameter in group["params"]]
             for parameter in trained:
@@ -62,6 +65,11 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
     state_bytes = sum(storages[index].nbytes for index in range(known) if index not in before)
     fixed = sum(storage.nbytes for storage in storages[:known])
     return state_bytes, max(0, recorder.recording.peak_bytes() - fixed)
+
+
+def _first_part(parameter: nn.Parameter, ranks: int) -> nn.Parameter:
+    part = parameter.detach()[: -(-parameter.shape[0] // ranks)].clone()
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _on_fakes(real: dict[str, nn.Parameter], optimizer: Optimizer | str, fakes: dict[str, nn.Parameter]) -> Optimizer:

@@ -293,6 +293,7 @@ def _calls(model: nn.Module, recording: Recording) -> tuple[ModuleCall, ...]:
             training=call.training,
             hooked=_hooked(modules[call.module]),
             findings=tuple(call.findings),
+            differentiable=call.differentiable,
         )
         for call in recording.calls
     )

@@ -78,6 +78,8 @@ class RecordedCall:
     parent: int
     start: int
     training: bool
+    differentiable: bool = False
+    """Whether a tensor among its arguments needs a gradient."""
     stop: int = -1
     findings: list[str] = field(default_factory=list)
 
@@ -301,6 +303,9 @@ class Recorder(TorchDispatchMode):
             parent=self._stack[-1],
             start=len(self.recording.operators),
             training=module.training,
+            differentiable=any(
+                isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(inputs)
+            ),
         )
         self._stack.append(len(self.recording.calls))
         self.recording.calls.append(call)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from .lives import live_bytes_by_kind
 
-Kind = Literal["parameter", "buffer", "batch", "gradient", "activation"]
+Kind = Literal["parameter", "buffer", "batch", "gradient", "activation", "unsharded", "communication"]
 
 
 class ProfileFileError(ValueError):
@@ -71,6 +71,7 @@ class ModuleCall:
         training: The module's mode.
         hooked: It carries forward hooks of the user's.
         findings: What it changed besides its output, in words; such a call cannot be replayed as it is.
+        differentiable: A tensor among its arguments needs a gradient.
     """
 
     module: str
@@ -82,6 +83,7 @@ class ModuleCall:
     training: bool
     hooked: bool
     findings: tuple[str, ...]
+    differentiable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
