@@ -49,30 +49,19 @@ def memory_over_time(
         title: Above everything.
     """
     steps = [("without checkpoints", unplanned)] + ([("with the plan", planned)] if planned is not None else [])
-    figure = Figure(figsize=(9.5, 0.9 + 3.3 * len(steps)), layout="constrained")
+    figure = Figure(figsize=(9.5, 1.1 + 3.3 * len(steps)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
-    top = max(timeline.peak_bytes for _, timeline in steps)
+    top = max(budget_bytes or 0, *(timeline.peak_bytes for _, timeline in steps))
     unit, name = byte_unit(top)
     used = [layer for layer in _LAYERS if any(_layer(timeline, layer[1]).any() for _, timeline in steps)]
     for axis, (label, timeline) in zip(axes, steps, strict=True):
         _stack(axis, timeline, used, unit)
-        _annotate_peak(axis, timeline, unit, 1.42 * top / unit)
+        _say_peak(axis, label, timeline, unit)
         axis.set_ylabel(f"memory alive [{name}]")
-        axis.set_title(f"{label}: peak {format_bytes(timeline.peak_bytes)}", loc="left", fontsize=10)
         if budget_bytes is not None:
             axis.axhline(budget_bytes / unit, color=BLACK, linestyle="--", linewidth=1.2)
-            text = f"budget {format_bytes(budget_bytes)}"
-            axis.annotate(
-                text,
-                (1, budget_bytes / unit),
-                xycoords=("axes fraction", "data"),
-                xytext=(-3, 3),
-                textcoords="offset points",
-                ha="right",
-                va="bottom",
-                fontsize=8,
-            )
-    axes[0].set_ylim(0, 1.42 * top / unit)
+            _note(axis, f"budget {format_bytes(budget_bytes)}", 0, budget_bytes / unit, at_left=True)
+    axes[0].set_ylim(0, 1.2 * top / unit)
     axes[0].set_xlim(0, max(len(timeline.total()) for _, timeline in steps))
     axes[-1].set_xlabel("operators executed, in order [count]")
     handles, labels = axes[0].get_legend_handles_labels()
@@ -101,9 +90,13 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
             y = 100 * data["predicted_overhead"].to_numpy(dtype=float)
             points: dict[str, Any] = {"marker": marker, "markersize": size, "markerfacecolor": "none"}
             axis.plot(x, y, color=colour, **style, **(points if style["linestyle"] == "none" else {}))
-        axis.plot([], [], color=colour, marker=marker, markersize=size, markerfacecolor="none", label=solver)
+        label = solver if len(rows) else f"{solver}: no plan fits"
+        axis.plot([], [], color=colour, marker=marker, markersize=size, markerfacecolor="none", label=label)
         _measured(axis, rows, unit, colour, marker)
     _bounds(axis, comparison, unit)
+    for number, budget in enumerate(comparison.budgets_bytes):
+        label = "budgets" if number == 0 else None
+        axis.axvline(budget / unit, color=GREY, linestyle="--", linewidth=1.0, zorder=1, label=label)
     axis.plot(
         comparison.unplanned_peak_bytes / unit,
         0,
@@ -115,10 +108,11 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
     )
     axis.set_xlabel(f"peak memory of the step [{name}]")
     axis.set_ylabel("added time [% of the step without checkpoints]")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=-0.02 * max(axis.get_ylim()[1], 1.0))
-    axis.grid(color=GREY, alpha=0.3)
-    axis.legend(fontsize=8, frameon=False)
+    axis.margins(0.06)
+    highest = max(axis.get_ylim()[1], 1.0)
+    axis.set_ylim(-0.03 * highest, highest)
+    axis.grid(axis="y", color=GREY, alpha=0.3)
+    axis.legend(fontsize=8, framealpha=0.9)
     axis.set_title(title or "Peak memory against added time (lower left is better)", fontsize=11)
     return figure
 
@@ -148,6 +142,7 @@ def module_memory(profile: Profile, *, rows: int = 20, title: str = "") -> Figur
         axis.annotate(f" {format_bytes(total * unit)}", (total, position), va="center", fontsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.12, y=0.02)
+    axis.set_xlim(left=0)
     axis.tick_params(axis="y", labelsize=8)
     axis.set_xlabel(f"memory [{name}]")
     axis.set_ylabel("module, in order of execution")
@@ -205,25 +200,26 @@ def _stack(axis: Axes, timeline: Timeline, layers: Sequence[tuple[str, Sequence[
         )
 
 
-def _annotate_peak(axis: Axes, timeline: Timeline, unit: int, top: float) -> None:
+def _say_peak(axis: Axes, label: str, timeline: Timeline, unit: int) -> None:
+    """Mark the peak, and say above the axes where it is and what it is made of."""
     at, height = timeline.peak_at() + 0.5, timeline.peak_bytes / unit
     axis.plot(at, height, marker="v", color=BLACK, markersize=6)
-    place, _, held = timeline.peak_words.partition(": ")
-    # An item is not broken in two: its spaces are made unbreakable.
-    items = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in held.split(", "))
-    words = textwrap.fill(f"peak in the {place}", 60) + "\n" + textwrap.fill(items, 60)
-    left = at < 0.5 * len(timeline.total())
+    _note(axis, "peak", at, height)
+    words = textwrap.fill(f"peak in the {timeline.peak_words}", 130, break_long_words=False, break_on_hyphens=False)
+    axis.set_title(f"{label}: peak {format_bytes(timeline.peak_bytes)}\n{words}", loc="left", fontsize=9)
+
+
+def _note(axis: Axes, text: str, x: float, y: float, *, at_left: bool = False) -> None:
+    """Write a few words above a point, readable whatever is drawn there; `at_left` begins them there."""
     axis.annotate(
-        words,
-        (at, height),
-        xytext=(0.02 if not left else 0.98, 0.9),
-        textcoords="axes fraction",
-        ha="right" if left else "left",
-        va="top",
-        multialignment="left",
-        fontsize=7.5,
-        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": GREY, "alpha": 0.92},
-        arrowprops={"arrowstyle": "-", "color": BLACK, "linewidth": 0.7},
+        text,
+        (x, y),
+        xytext=(4 if at_left else 0, 4),
+        textcoords="offset points",
+        ha="left" if at_left else "center",
+        va="bottom",
+        fontsize=8,
+        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
     )
 
 
@@ -254,5 +250,5 @@ def _bounds(axis: Axes, comparison: Comparison, unit: int) -> None:
             marker="_",
             markersize=14,
             markeredgewidth=2,
-            label="proven lower bound, at the budget",
+            label="proven lower bound of added time, at the budget",
         )

@@ -54,11 +54,9 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
 
 
 def _title(plan: Plan) -> str:
-    peak, budget = format_bytes(plan.predicted_peak_bytes or 0), format_bytes(plan.budget_bytes or 0)
-    return (
-        f"{plan.solver} plan of {len(plan.segments)} segments: peak {peak} under a budget of {budget}, "
-        f"{plan.predicted_overhead or 0:.1%} added time"
-    )
+    peak = format_bytes(plan.predicted_peak_bytes or 0)
+    count = "1 segment" if len(plan.segments) == 1 else f"{len(plan.segments)} segments"
+    return f"{plan.solver} plan of {count}: peak {peak}, {plan.predicted_overhead or 0:.1%} added time"
 
 
 def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
@@ -74,6 +72,8 @@ def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
     for number in sorted({int(segment) for segment in segments} - {-1}):
         places = np.flatnonzero(segments == number)
         middle = (places[0] + places[-1] + 1) / 2
+        if places[-1] - places[0] + 1 < len(segments) / 90 * len(str(number + 1)):
+            continue
         axis.annotate(str(number + 1), (middle, 1), ha="center", va="bottom", fontsize=7)
     axis.set_ylim(0, 1.35)
     axis.set_yticks([])
@@ -104,7 +104,17 @@ def _label_modules(axis: Axes, table: pd.DataFrame) -> None:
             labelled.append(starts[run])
     labelled.sort()
     axis.set_xlim(0, count)
-    axis.set_xticks(labelled, [groups[position] for position in labelled], rotation=60, ha="right", fontsize=7)
+    names = [_tail(groups[position]) for position in labelled]
+    axis.set_xticks(labelled, names, rotation=60, ha="right", fontsize=7)
     axis.tick_params(axis="x", length=2)
     for tick in axis.get_xticklabels():
         tick.set_rotation_mode("anchor")
+
+
+def _tail(path: str, longest: int = 26) -> str:
+    """Return a module path, or as many of its last parts as a label has room for."""
+    parts = path.split(".")
+    while len(parts) > 1 and len(".".join(parts)) > longest:
+        parts = parts[1:]
+    tail = ".".join(parts)
+    return tail if tail == path else f"…{tail}"

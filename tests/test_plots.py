@@ -1,5 +1,6 @@
 """The pictures show what they say: right numbers, units on every axis, and the peaks of the dry runs."""
 
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -76,6 +77,7 @@ def test_memory_over_time_shows_both_peaks_and_the_budget_on_the_same_axes(timel
     assert "peak in the" in words
     assert "without checkpoints: peak" in words
     assert "with the plan: peak" in words
+    assert all("peak in the" in axis.get_title(loc="left") for axis in (above, below))  # beside the curve, not on it
     assert rendered(figure).startswith(b"\x89PNG")
 
 
@@ -89,7 +91,17 @@ def test_the_frontier_shows_every_plan_and_its_units():
         point = (row["predicted_peak_bytes"] / 2**20, 100 * row["predicted_overhead"])
         assert (round(point[0], 6), round(point[1], 6)) in drawn
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert {"sqrt", "dp", "no checkpoints"} <= set(labels)
+    assert {"sqrt", "dp", "no checkpoints", "budgets"} <= set(labels)
+
+
+def test_the_frontier_names_solvers_without_a_plan():
+    comparison = small_comparison()
+    frame = comparison.frame.copy()
+    frame.loc[frame["solver"] == "sqrt", "status"] = "infeasible"
+    axis = peak_against_overhead(replace(comparison, frame=frame)).axes[0]
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert "sqrt: no plan fits" in labels
+    assert "dp" in labels
 
 
 def test_memory_by_module_counts_every_byte_once():
@@ -125,6 +137,18 @@ def test_the_strip_marks_what_the_plan_recomputes():
     assert "[ms]" in figure.axes[2].get_ylabel()
     assert {text.get_text() for text in figure.legends[0].get_texts()} == set(TREATMENTS)
     assert rendered(figure).startswith(b"\x89PNG")
+
+
+def test_labels_of_deep_modules_are_cut_to_what_tells_them_apart():
+    profile = small_comparison().planner.profile
+    calls = tuple(replace(call, module=f"model.decoder.layers.{call.module}") for call in profile.calls)
+    figure = plan_strip(replace(profile, calls=calls), Plan(segments=()))
+    labels = {label.get_text() for label in figure.axes[2].get_xticklabels()}
+    assert "model.decoder.layers.0.up" in labels
+    calls = tuple(replace(call, module=f"the_whole_model.decoder.layers.{call.module}") for call in profile.calls)
+    figure = plan_strip(replace(profile, calls=calls), Plan(segments=()))
+    labels = {label.get_text() for label in figure.axes[2].get_xticklabels()}
+    assert "…decoder.layers.0.up" in labels
 
 
 def test_stages_and_their_bytes_add_up():

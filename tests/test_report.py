@@ -61,6 +61,11 @@ def test_the_images_are_whole_and_described(page):
         assert len(image["alt"]) > 10
 
 
+def test_wide_things_scroll_on_a_narrow_screen():
+    text = report_html(small_comparison(), budget="60%")
+    assert len(re.findall(r'<div class="wide"><(?:img|table)', text)) == 5
+
+
 def test_it_says_what_it_costs_and_what_the_peak_is(page):
     comparison = small_comparison()
     plan = comparison.best("60%")
@@ -90,7 +95,8 @@ def test_it_says_how_the_numbers_were_obtained(page):
 def test_a_budget_that_nothing_fits_is_said_first_and_the_least_plan_shown():
     page = Page(report_html(small_comparison(), budget=1000))
     least = min(plan.predicted_peak_bytes for plan in small_comparison().least.values())
-    assert "no plan of the comparison fits 1000 B" in page.text
+    assert "The budget is not met: no plan of the comparison fits 1000 B" in page.text
+    assert "over the budget of 1000 B" in page.text
     assert f"With the plan, {format_bytes(least)}" in page.text
 
 
