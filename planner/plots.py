@@ -33,7 +33,7 @@ _LAYERS = (
     ("temporaries", ("temporary",), SKY, ""),
     ("gathered parameters and collectives", ("unsharded", "communication"), YELLOW, "...."),
 )
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 _COLOURS = (ORANGE, BLUE, GREEN, VERMILION, PURPLE, SKY, BLACK, GREY)
 
 
@@ -77,9 +77,10 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
         comparison: What `compare` returned.
         title: Above everything.
     """
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
     axis = figure.subplots()
     unit, name = byte_unit(comparison.unplanned_peak_bytes)
+    measured = False
     for index, solver in enumerate(comparison.solvers):
         rows = comparison.feasible().query("solver == @solver")
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
@@ -92,7 +93,9 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
             axis.plot(x, y, color=colour, **style, **(points if style["linestyle"] == "none" else {}))
         label = solver if len(rows) else f"{solver}: no plan fits"
         axis.plot([], [], color=colour, marker=marker, markersize=size, markerfacecolor="none", label=label)
-        _measured(axis, rows, unit, colour, marker)
+        measured = _measured(axis, rows, unit, colour, marker) or measured
+    if measured:
+        axis.plot([], [], color=BLACK, marker="o", markersize=5, linestyle="none", label="filled: measured")
     _bounds(axis, comparison, unit)
     for number, budget in enumerate(comparison.budgets_bytes):
         label = "budgets" if number == 0 else None
@@ -109,10 +112,11 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
     axis.set_xlabel(f"peak memory of the step [{name}]")
     axis.set_ylabel("added time [% of the step without checkpoints]")
     axis.margins(0.06)
-    highest = max(axis.get_ylim()[1], 1.0)
-    axis.set_ylim(-0.03 * highest, highest)
+    lowest, highest = axis.get_ylim()
+    highest = max(highest, 1.0)
+    axis.set_ylim(min(lowest, -0.03 * highest), highest)
     axis.grid(axis="y", color=GREY, alpha=0.3)
-    axis.legend(fontsize=8, framealpha=0.9)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     axis.set_title(title or "Peak memory against added time (lower left is better)", fontsize=11)
     return figure
 
@@ -223,19 +227,12 @@ def _note(axis: Axes, text: str, x: float, y: float, *, at_left: bool = False) -
     )
 
 
-def _measured(axis: Axes, rows: Any, unit: int, colour: str, marker: str) -> None:
+def _measured(axis: Axes, rows: Any, unit: int, colour: str, marker: str) -> bool:
+    """Draw what was measured, filled; say whether anything was."""
     measured = rows.dropna(subset=["measured_peak_bytes", "measured_overhead"])
-    if len(measured):
-        x = measured["measured_peak_bytes"].to_numpy(dtype=float) / unit
-        axis.plot(
-            x,
-            100 * measured["measured_overhead"],
-            color=colour,
-            marker=marker,
-            markersize=5,
-            linestyle="none",
-            label=f"{rows['solver'].iloc[0]}, measured",
-        )
+    x, y = measured["measured_peak_bytes"].to_numpy(dtype=float) / unit, 100 * measured["measured_overhead"]
+    axis.plot(x, y, color=colour, marker=marker, markersize=5, linestyle="none")
+    return len(measured) > 0
 
 
 def _bounds(axis: Axes, comparison: Comparison, unit: int) -> None:
@@ -250,5 +247,5 @@ def _bounds(axis: Axes, comparison: Comparison, unit: int) -> None:
             marker="_",
             markersize=14,
             markeredgewidth=2,
-            label="proven lower bound of added time, at the budget",
+            label="proven lower bound, at its budget",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import StrMethodFormatter
 
 from .budget import format_bytes
 from .largest_batch import BatchSearch
@@ -58,7 +58,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
         color=VERMILION,
         marker="x",
         linestyle="none",
-        label="least peak of what does not fit",
+        label="least peak reachable, where none fits",
     )
     peaks.axhline(
         search.budget_bytes / unit, color=BLACK, linestyle="--", label="budget " + format_bytes(search.budget_bytes)
@@ -67,7 +67,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.set_ylabel(f"peak memory [{name}]")
     peaks.set_xlabel("batch size [samples]")
     peaks.set_xscale("log", base=2)
-    peaks.xaxis.set_major_formatter(ScalarFormatter())
+    peaks.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     peaks.legend(fontsize=8, frameon=False)
     for axis in (rates, peaks):
         axis.grid(color=GREY, alpha=0.3)

@@ -83,14 +83,15 @@ def test_memory_over_time_shows_both_peaks_and_the_budget_on_the_same_axes(timel
 
 def test_the_frontier_shows_every_plan_and_its_units():
     comparison = small_comparison()
-    axis = peak_against_overhead(comparison).axes[0]
+    figure = peak_against_overhead(comparison)
+    axis = figure.axes[0]
     assert "[MiB]" in axis.get_xlabel()
     assert "[%" in axis.get_ylabel()
     drawn = {(round(x, 6), round(y, 6)) for line in axis.lines for x, y in zip(*line.get_data(), strict=True)}
     for row in comparison.feasible().to_dict("records"):
         point = (row["predicted_peak_bytes"] / 2**20, 100 * row["predicted_overhead"])
         assert (round(point[0], 6), round(point[1], 6)) in drawn
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"sqrt", "dp", "no checkpoints", "budgets"} <= set(labels)
 
 
@@ -98,8 +99,8 @@ def test_the_frontier_names_solvers_without_a_plan():
     comparison = small_comparison()
     frame = comparison.frame.copy()
     frame.loc[frame["solver"] == "sqrt", "status"] = "infeasible"
-    axis = peak_against_overhead(replace(comparison, frame=frame)).axes[0]
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    figure = peak_against_overhead(replace(comparison, frame=frame))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "sqrt: no plan fits" in labels
     assert "dp" in labels
 
