@@ -8,16 +8,21 @@ from statistics import median
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Arm = Callable[[], AbstractContextManager]
 
 
 @contextmanager
-def each_checkpointed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Call every one of these modules under a checkpoint of its own."""
-    for module in modules:
-        module.forward = _checkpointed(module.forward)
+def each_checkpointed(modules: Sequence[nn.Module], contexts: Sequence[Callable] | None = None) -> Iterator[None]:
+    """Call every one of these modules under a checkpoint of its own.
+
+    Args:
+        modules: What to checkpoint.
+        contexts: For each, what returns the contexts of its forward and of its replay; None checkpoints all inside.
+    """
+    for module, context in zip(modules, contexts or [noop_context_fn] * len(modules), strict=True):
+        module.forward = _checkpointed(module.forward, context)
     try:
         yield
     finally:
@@ -25,9 +30,9 @@ def each_checkpointed(modules: Sequence[nn.Module]) -> Iterator[None]:
             del module.forward
 
 
-def _checkpointed(forward: Callable) -> Callable:
+def _checkpointed(forward: Callable, context: Callable) -> Callable:
     def wrapped(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
 
     return wrapped
 

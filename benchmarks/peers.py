@@ -4,24 +4,23 @@
 
 GPT-2 (M1s, a small batch) and the chain of unequal layers (M4), dropout off so that all gradients can be compared.
 Every way is measured in the same process: the allocator's peak of the whole step, step time in turn with the
-unplanned step, the largest difference of any gradient from the unplanned one's. Rows where this library loses stay.
+unplanned step, the largest difference of any gradient from the unplanned one's. Rows where this library loses stay, and
+rows of what could not be run say why.
 """
 
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from statistics import median
 
 import torch
+from auto_sac import AutoSac, NoAnswerError, applied
 from hand_written import each_checkpointed, largest_difference, ratio, timed_in_turn
 from models import build
 from remat.planner import InfeasibleBudgetError, Planner, apply
 from remat.profiler.allocator import allocated_peak_bytes
 from remat.profiler.step import Step
+from rockmate_trial import rockmate_rows
 from tables import Table, mib, options, publish, scale_note
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -37,13 +36,13 @@ def main() -> None:
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each solve")
     parser.add_argument("--compile-limit", type=float, default=60.0, help="seconds for torch.compile; 0 leaves it out")
-    parser.add_argument("--rockmate", action="store_true", help="try to install it in a throwaway environment")
+    parser.add_argument("--rockmate", action="store_true", help="try it in an environment of its own")
     given = parser.parse_args()
     rows: list[dict] = []
     for name in given.models:
         rows += Bench(name, given).rows()
     if given.rockmate:
-        rows.append({"model": "", "way": "Rockmate", "remark": rockmate()})
+        rows += rockmate_rows(given.models, given.scale)
     title = "Ways to spend less memory: peaks of the whole step as the allocator saw them, step time over the unplanned"
     publish(given.script, [Table(name="peers", title=title, rows=rows, notes=scale_note(given.scale))], given.out)
 
@@ -73,12 +72,15 @@ class Bench:
         else:
             ways["gradient_checkpointing_enable"] = self.enabled
         rows = [self.measure(way, arm) for way, arm in ways.items()]
+        rows += self.automatic({row["way"]: row["peak MiB"] for row in rows if "by hand" in row["way"]})
         started = time.perf_counter()
         planner = Planner.of(self.model, self.batch, loss=self.loss, repeats=2)
         profiling = time.perf_counter() - started
         ordered = [rows[0]]
         for row in rows[1:]:
             ordered.append(row)
+            if row.get("peak MiB") is None:
+                continue
             started = time.perf_counter()
             way, remark = f"plan at the peak of: {row['way']}", ""
             try:
@@ -119,6 +121,30 @@ class Bench:
             yield
         finally:
             self.model.gradient_checkpointing_disable()
+
+    def automatic(self, budgets: dict[str, float]) -> list[dict]:
+        """Return a row of torch's Auto-SAC for each budget in MiB: what was measured, or why nothing was."""
+        started, rows = time.perf_counter(), []
+        estimate = AutoSac(lambda: build(self.name, dropout=0.0, scale=self.given.scale))
+        estimating = time.perf_counter() - started
+        for named, budget in budgets.items():
+            row: dict = {"model": self.name, "way": f"torch's Auto-SAC, given the peak of {named}"}
+            started = time.perf_counter()
+            try:
+                decisions = estimate.decide(SLACK * budget * 2**20)
+                deciding = time.perf_counter() - started
+                row |= self.measure(row["way"], lambda decisions=decisions: applied(self.model, decisions))
+                row |= {
+                    "planning s": deciding,
+                    "solver": "sac_milp",
+                    "remark": "timed by a CPU clock in place of CUDA's",
+                }
+                if row["peak MiB"] > SLACK * budget:
+                    row["remark"] += f"; {row['peak MiB'] / budget - 1:.1%} over its budget"
+            except NoAnswerError as error:
+                row["remark"] = f"not run: {error}"
+            rows.append(row | {"profiling s": estimating})
+        return rows
 
     def measure(self, way: str, arm: Callable) -> dict:
         """Return peak, step time over the unplanned, and the largest gradient difference."""
@@ -192,26 +218,6 @@ class Bench:
         started = time.perf_counter(), time.process_time()
         self.train()
         return time.perf_counter() - started[0], time.process_time() - started[1]
-
-
-def rockmate(limit_s: float = 180.0) -> str:
-    """Try to install Rockmate from PyPI beside nothing else; say what came of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True, timeout=limit_s)
-            python = Path(folder) / "bin" / "python"
-            command = [str(python), "-m", "pip", "install", "--quiet", "rockmate"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-            if done.returncode:
-                return f"pip cannot install it: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:160]}"
-            command = [str(python), "-c", "import torch, rockmate; print(torch.__version__)"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1][:160]
-                return f"installs, but cannot be imported: {reason}"
-            return f"installs beside torch {done.stdout.strip()}; not measured by this script"
-        except subprocess.TimeoutExpired:
-            return f"not installed within {limit_s:g} s"
 
 
 if __name__ == "__main__":
