@@ -1,4 +1,7 @@
-"""Shard a planned model over processes: torchrun --standalone --nproc-per-node 2 examples/fsdp2.py."""
+"""Shard a planned model over processes: torchrun --standalone --nproc-per-node 2 examples/fsdp2.py.
+
+The plan is made before anything is sharded. `units` and `ranks` say how it will be, so the budget is that of one rank.
+"""
 
 import torch
 from remat.planner import Plan, apply, plan
@@ -15,10 +18,11 @@ def build() -> nn.Sequential:
 
 
 def shared_plan(batch: torch.Tensor) -> Plan:
-    """Plan on rank 0, before anything is sharded, and send the plan to all ranks as text."""
+    """Plan on rank 0 and send the plan to all ranks as text."""
     text = [""]
     if distributed.get_rank() == 0:
-        p = plan(build(), batch, budget="60%", solver="dp")
+        model = build()
+        p = plan(model, batch, budget="60%", solver="dp", units=model, ranks=distributed.get_world_size())
         print(p)
         text = [p.to_json()]
     distributed.broadcast_object_list(text, src=0)

@@ -18,7 +18,7 @@ from .budget import check_share, parse_budget
 from .compare import Comparison, compare
 from .demo import run_demo
 from .errors import PlanError
-from .factory import Subject, load_subject
+from .factory import Subject, load_subject, modules_named
 from .plan import Plan
 from .planning import Planner, check_solver
 from .plots import peak_against_overhead
@@ -83,6 +83,8 @@ def profile_command(
     model: opt.Model,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    units: opt.Units = [],  # noqa: B006
+    ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
     repeats: opt.Repeats = 3,
     out: opt.ProfileOut = None,
@@ -91,7 +93,7 @@ def profile_command(
     _check_folder(out)
     subject = _load(model, device)
     with show.progress(_err) as say:
-        planner = _planner(subject, optimizer, accumulation, repeats=repeats, say=say)
+        planner = _planner(subject, optimizer, accumulation, units, ranks, repeats=repeats, say=say)
     show.print_profile(_out, planner.profile)
     if out is not None:
         planner.profile.save(out)
@@ -106,6 +108,8 @@ def plan_command(
     out: opt.PlanOut = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    units: opt.Units = [],  # noqa: B006
+    ranks: opt.Ranks = 1,
     headroom: opt.Headroom = 0.0,
     device: opt.OnDevice = None,
     no_save_sets: opt.NoSaveSets = False,
@@ -120,7 +124,14 @@ def plan_command(
     subject = _load(model, device)
     with show.progress(_err) as say:
         planner = _planner(
-            subject, optimizer, accumulation, save_sets=not no_save_sets, cross=not no_cross_operators, say=say
+            subject,
+            optimizer,
+            accumulation,
+            units,
+            ranks,
+            save_sets=not no_save_sets,
+            cross=not no_cross_operators,
+            say=say,
         )
         plan = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, progress=say)
     show.print_profile(_out, planner.profile)
@@ -143,6 +154,8 @@ def compare_command(
     ] = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    units: opt.Units = [],  # noqa: B006
+    ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
     measure: opt.Measure = False,
     time_limit: opt.TimeLimit = 20.0,
@@ -150,7 +163,8 @@ def compare_command(
     """Plan several budgets with several solvers from one profile, and show them side by side."""
     _check_folder(out)
     _check_folder(picture)
-    comparison = _compare(_load(model, device), budget, solver, optimizer, accumulation, measure, time_limit)
+    subject = _load(model, device)
+    comparison = _compare(subject, budget, solver, optimizer, accumulation, units, ranks, measure, time_limit)
     show.print_comparison(_out, comparison)
     if out is not None:
         comparison.frame.to_csv(out, index=False)
@@ -194,6 +208,8 @@ def report_command(
     ] = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    units: opt.Units = [],  # noqa: B006
+    ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
     measure: opt.Measure = False,
     time_limit: opt.TimeLimit = 20.0,
@@ -201,7 +217,7 @@ def report_command(
     """Write one HTML file, with everything in it, for a pull request or a colleague."""
     _check_folder(out)
     subject = _load(model, device)
-    comparison = _compare(subject, budget, solver, optimizer, accumulation, False, time_limit)
+    comparison = _compare(subject, budget, solver, optimizer, accumulation, units, ranks, False, time_limit)
     with show.progress(_err) as say:
         write_report(out, comparison, budget=show_budget, subject=subject if measure else None, progress=say)
     _out.print(f"wrote {out}", markup=False)
@@ -226,6 +242,8 @@ def _planner(
     subject: Subject,
     optimizer: str | None,
     accumulation: bool,
+    units: list[str],
+    ranks: int,
     *,
     save_sets: bool = True,
     cross: bool = True,
@@ -240,6 +258,8 @@ def _planner(
         accumulation=accumulation,
         save_sets=save_sets,
         cross_operators=cross,
+        units=modules_named(subject.model, units),
+        ranks=ranks,
         repeats=repeats,
         progress=say,
     )
@@ -251,6 +271,8 @@ def _compare(
     solvers: list[str],
     optimizer: str | None,
     accumulation: bool,
+    units: list[str],
+    ranks: int,
     measure: bool,
     time_limit: float | None,
 ) -> Comparison:
@@ -263,6 +285,8 @@ def _compare(
             loss=subject.loss,
             optimizer=optimizer,
             accumulation=accumulation,
+            units=modules_named(subject.model, units),
+            ranks=ranks,
             measure=measure,
             time_limit_s=time_limit,
             progress=say,

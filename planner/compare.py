@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,8 @@ def compare(
     loss: Loss | None = None,
     optimizer: Optimizer | str | None = None,
     accumulation: bool = False,
+    units: Iterable[nn.Module] = (),
+    ranks: int = 1,
     measure: bool = False,
     planner: Planner | None = None,
     time_limit_s: float | None = 20.0,
@@ -194,7 +196,10 @@ def compare(
         loss: As for `plan`.
         optimizer: As for `plan`.
         accumulation: As for `plan`.
-        measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real.
+        units: As for `plan`.
+        ranks: As for `plan`; with several, all bytes are one rank's.
+        measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real. One
+            rank's peak cannot be measured so: with several, that column stays empty.
         planner: What `Planner.of` returned for this model and batch; then nothing is profiled.
         time_limit_s: Seconds for each solve; a plan may take several.
         gap: As for `plan`.
@@ -211,7 +216,16 @@ def compare(
     for budget in budgets:
         parse_budget(budget, 1 << 40)
     if planner is None:
-        planner = Planner.of(model, batch, loss=loss, optimizer=optimizer, accumulation=accumulation, progress=progress)
+        planner = Planner.of(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            accumulation=accumulation,
+            units=units,
+            ranks=ranks,
+            progress=progress,
+        )
     run = _Run(planner, {"time_limit_s": time_limit_s, "gap": gap, "progress": progress})
     for budget in budgets:
         for solver in solvers:
@@ -259,7 +273,7 @@ class _Run:
         for (solver, budget_bytes), plan in self.plans.items():
             found = verify(model, batch, plan, loss=loss, repeats=2, progress=self.options["progress"])
             self.rows[solver, budget_bytes] |= {
-                "measured_peak_bytes": found.measured_peak_bytes,
+                "measured_peak_bytes": found.measured_peak_bytes if found.ranks == 1 else None,
                 "measured_overhead": found.measured_overhead,
             }
 

@@ -85,9 +85,10 @@ def _print_modules(console: Console, profile: Profile, rows: int) -> None:
 def print_plan(console: Console, plan: Plan) -> None:
     """Print what a plan promises and its segments."""
     peak, unplanned = plan.predicted_peak_bytes or 0, plan.unplanned_peak_bytes or 0
+    each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     console.print(
         f"{plan.solver} plan ({plan.status}): peak {format_bytes(peak)} instead of {format_bytes(unplanned)} "
-        f"({peak / max(1, unplanned):.0%}), budget {format_bytes(plan.budget_bytes or 0)}; "
+        f"({peak / max(1, unplanned):.0%}){each}, budget {format_bytes(plan.budget_bytes or 0)}; "
         f"added time {plan.predicted_overhead or 0:.1%} of the step ({plan.times_from})",
         markup=False,
     )

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -46,6 +47,31 @@ class Subject:
         return Subject(model=self.model.to(device), batch=batch, loss=self.loss)
 
 
+def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of a model whose paths match a pattern, in the model's order.
+
+    Args:
+        model: The model.
+        patterns: Paths in which `*` stands for anything but a dot: "transformer.h.*".
+
+    Raises:
+        FactoryError: A pattern matches nothing.
+    """
+    paths = {name: module for name, module in model.named_modules() if name}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = {name: module for name, module in paths.items() if _matches(name, pattern)}
+        if not found:
+            raise FactoryError(f"--units {pattern!r}: no module has such a path; the model has {_few(list(paths))}")
+        chosen |= found
+    return [module for name, module in paths.items() if name in chosen]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
 def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subject:
     """Import a factory and call it, with torch's seed set.
 
@@ -74,7 +100,7 @@ def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subj
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "no functions"
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -60,6 +60,25 @@ Optimizer = Annotated[
 Accumulation = Annotated[
     bool, typer.Option("--accumulation", help="Count gradients as alive throughout, as when accumulating batches.")
 ]
+Units = Annotated[
+    list[str],
+    typer.Option(
+        "--units",
+        metavar="PATHS",
+        help="Modules that fully_shard will be called on, besides the root; * stands for anything but a dot. May be "
+        "given several times. Example: 'transformer.h.*'",
+    ),
+]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        metavar="COUNT",
+        min=1,
+        help="Processes that fully_shard will divide the model over; the budget and all bytes are then one rank's. "
+        "Example: 8",
+    ),
+]
 Headroom = Annotated[
     float, typer.Option("--headroom", metavar="SHARE", help="Share of the budget to keep free, 0 to 1. Example: 0.05")
 ]

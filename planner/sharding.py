@@ -112,6 +112,14 @@ class Sharding:
                 optimizer_step_peak=held + temporaries if optimizer is not None else 0,
             ),
             accumulation=self.accumulation,
+            notes=(*whole.notes, self.words()),
+        )
+
+    def words(self) -> str:
+        """Say whose bytes are counted."""
+        return (
+            f"bytes are those of each of {self.ranks} ranks under fully_shard, on {len(self.units) - 1} units and the "
+            "root, collectives included"
         )
 
     def of_recording(self, whole: Recording) -> Recording:

@@ -79,6 +79,18 @@ def test_plan_writes_a_plan_that_verify_confirms(remat):
     assert "NOT exact" not in out
 
 
+def test_plan_counts_one_rank_of_a_sharded_model(remat):
+    sharded = ["--ranks", "2", "--units", "*"]
+    code, out, err = remat("plan", "--model", "factories.py:build", "--budget", "80%", "--out", "plan.json", *sharded)
+    assert code == 0, err
+    assert "on each of 2 ranks, budget" in out
+    plan = Plan.load("plan.json")
+    assert (plan.ranks, plan.units) == (2, ("0", "1", "2"))
+    code, out, err = remat("verify", "--model", "factories.py:build", "--plan", "plan.json", "--repeats", "0")
+    assert code == 0, err
+    assert "allowed on each of 2 ranks" in out
+
+
 def test_profile_shows_where_the_memory_is_and_writes_it(remat):
     code, out, err = remat(
         "profile",
@@ -140,6 +152,8 @@ def test_compare_writes_a_table_and_a_picture(remat):
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--headroom", "2"], "headroom must be a share"),
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--out", "no/p.json"], "there is no folder no"),
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--device", "tpu"], "Invalid value"),
+        (["plan", "--model", "factories.py:build", "--budget", "60%", "--units", "h.*"], "no module has such a path"),
+        (["plan", "--model", "factories.py:build", "--budget", "60%", "--ranks", "0"], "Invalid value"),
         (["verify", "--model", "factories.py:build", "--plan", "none.json"], "none.json: cannot read the plan file"),
         (["paint"], "No such command 'paint'"),
     ],
