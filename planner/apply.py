@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from .errors import ApplyError
-from .intercept import MemberCall, Planned, PlannedForward, StandIn
+from .intercept import MemberCall, Planned, PlannedForward, Replication, StandIn
 from .internals import buffers_of, has_forward
 from .plan import Call, Plan, PlannedSegment
 from .save_set import SaveSet
 from .session import NO_SCOPE, CallKey, Level, Segment
+from .state import Watched
 from .traced import Traced, TracedCall, TracedFirst, TracedLater, Untraceable
 
 
@@ -80,7 +81,7 @@ def apply_segments(model: nn.Module, segments: Iterable[PlannedSegment], *, trai
     _refuse_own_checkpointing(model)
     binding = _Binding(model)
     top = binding.level(tuple(segments), None)
-    return Applied(Planned(model, training, top), binding)
+    return Applied(Planned(model, training, top, binding.replayed), binding)
 
 
 class Applied:
@@ -103,6 +104,7 @@ class Applied:
             )
             if member:
                 self._attached.append(MemberCall(planned, key, module))
+        self._attached.append(Replication(planned, -1, planned.root))
         planned.applied = self
 
     @property
@@ -188,6 +190,8 @@ class _Binding:
         singles: Keys of modules that segments of one call are calls of.
         scopes: Keys of modules whose loops may hold runs, and of the root.
         traced: What modules with top-level segments do while the compiler traces them, by key.
+        replayed: Modules that a replay calls, hooks and all, with their paths: all inside a segment, but not the member
+            of a segment of one call.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -199,6 +203,7 @@ class _Binding:
         self.singles: set[int] = set()
         self.scopes: set[int] = {self._key(root)}
         self.traced: dict[int, Traced] = {}
+        self.replayed: dict[nn.Module, str] = {}
 
     def level(self, segments: tuple[PlannedSegment, ...], parent: PlannedSegment | None) -> Level:
         """Resolve segments that may begin beside one another."""
@@ -227,19 +232,22 @@ class _Binding:
         else:
             self.singles.update(key for key, _ in calls)
         restored = [self._buffer(name, where) for name in planned.restored_buffers]
+        buffers = list(dict.fromkeys([*restored, *_statistics(members)]))
+        inside = {module: self._paths[id(module)] for member in members for module in member.modules()}
         segment = Segment(
-            root=self._root,
             where=where,
             calls=calls,
-            members=members,
+            watched=Watched(self._root, where, inside, restored=buffers),
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
-            buffers=list(dict.fromkeys([*restored, *_statistics(members)])),
+            buffers=buffers,
             scope=self._loop_of(planned) if len(calls) > 1 else NO_SCOPE,
         )
         if parent is None:
             self._trace(planned, segment, members)
+            alone = members[0] if len(members) == 1 else None
+            self.replayed.update((module, path) for module, path in inside.items() if module is not alone)
         return segment
 
     def _trace(self, planned: PlannedSegment, segment: Segment, members: list[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
@@ -18,12 +19,22 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from .errors import ApplyError
-from .internals import CALL_METHOD, children_of, compiler_callback, uncompiled
+from .internals import (
+    CALL_METHOD,
+    REPLICATE_METHOD,
+    children_of,
+    compiler_callback,
+    forward_hook_registries,
+    uncompiled,
+)
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
 from .session import Level, Session, Sessions
 from .traced import Traced, TracedCall, TracedFirst
+
+# Hooks that are to run in replays too: fully_shard's, which gather parameters, and the recorder's.
+_AGAIN = ("torch.distributed", "remat.profiler")
 
 
 class Planned:
@@ -37,7 +48,7 @@ class Planned:
         begins: The first calls of all segments, of whatever level.
     """
 
-    def __init__(self, root: nn.Module, training: bool, top: Level) -> None:
+    def __init__(self, root: nn.Module, training: bool, top: Level, replayed: dict[nn.Module, str]) -> None:
         self.root = root
         self.training = training
         self.sessions = Sessions(top)
@@ -46,6 +57,10 @@ class Planned:
         # Dictionaries of modules and copies of them: compared as a whole, many times faster than by a walk.
         self._children = [children_of(module) for module in root.modules()]
         self._expected = [children.copy() for children in self._children]
+        self._checkpointing = [module for module in root.modules() if hasattr(module, "gradient_checkpointing")]
+        self._replayed = list(replayed.values())
+        self._hooks = [forward_hook_registries(module) for module in replayed]
+        self._known_hooks = self._hooks_now()
 
     def in_force(self, session: Session) -> bool:
         """Return whether a forward or replay that begins now is to be checkpointed."""
@@ -53,17 +68,40 @@ class Planned:
             session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
         )
 
-    def check_modules(self) -> None:
-        """Refuse a model whose modules are others than those the plan was applied to.
+    def check_model(self) -> None:
+        """Refuse a model that is not as it was when the plan was applied; runs once a forward.
 
         Raises:
-            ApplyError: A module was added, taken away or replaced.
+            ApplyError: A module was added, taken away or replaced, or does its own checkpointing now.
         """
         if self._children != self._expected:
             raise ApplyError(
                 "a module was added, removed or replaced after the plan was applied, and replays would run the old "
                 "ones: call remove() before such a change and apply the plan, or a new one, afterwards"
             )
+        if any(module.gradient_checkpointing is True for module in self._checkpointing):
+            raise ApplyError(
+                "the model's own gradient checkpointing was switched on after the plan was applied, and the two do not "
+                "stack: call model.gradient_checkpointing_disable(), or remove() the plan"
+            )
+        hooks = self._hooks_now()
+        if hooks != self._known_hooks:
+            self._warn_of_hooks(hooks)
+
+    def _hooks_now(self) -> list[dict[int, Any]]:
+        return [{**before, **after} for after, before in self._hooks]
+
+    def _warn_of_hooks(self, hooks: list[dict[int, Any]]) -> None:
+        """Warn, once for each, of hooks that came after the plan and that a replay runs a second time."""
+        for path, known, now in zip(self._replayed, self._known_hooks, hooks, strict=True):
+            names = [getattr(hook, "__module__", None) or "" for key, hook in now.items() if key not in known]
+            if any(not name.startswith(_AGAIN) for name in names):
+                warnings.warn(
+                    f"module {path!r} got a forward hook after the plan was applied and is inside a segment: a replay "
+                    "runs the hook a second time. Register hooks before planning, and the plan leaves such modules out",
+                    stacklevel=2,
+                )
+        self._known_hooks = hooks
 
     def traced_in_force(self) -> bool:
         """Return whether a call traced now is to be checkpointed."""
@@ -191,7 +229,7 @@ class PlannedForward(StandIn):
             return self.original(*args, **kwargs)
         if not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
-        planned.check_modules()
+        planned.check_model()
         session.counts = {}
         try:
             return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
@@ -275,3 +313,22 @@ class MemberCall(StandIn):
         else:
             session.loop = None
         return output
+
+
+class Replication(StandIn):
+    """Stand in for what DataParallel copies a model to another device by, and refuse."""
+
+    method = REPLICATE_METHOD
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Copy the module, if no plan is in force.
+
+        Raises:
+            ApplyError: A plan is in force: the copies would run the original's weights.
+        """
+        if self.planned is None:
+            return self.original(*args, **kwargs)
+        raise ApplyError(
+            "torch.nn.DataParallel copies a model at every step, and the copies would run the original's weights: "
+            "use DistributedDataParallel, or remove() the plan"
+        )

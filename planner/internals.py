@@ -24,6 +24,8 @@ from torch.utils import checkpoint
 OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
 # What a module's __call__ looks up on the instance and calls, with all hooks inside.
 CALL_METHOD = "_call_impl"
+# What torch.nn.DataParallel calls on every module to copy it to another device.
+REPLICATE_METHOD = "_replicate_for_data_parallel"
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -53,6 +55,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary a module keeps its own buffers in."""
     return module._buffers
+
+
+def forward_hook_registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dictionaries a module keeps its forward hooks and forward pre-hooks in."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def has_forward(module: nn.Module) -> bool:

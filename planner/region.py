@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from .errors import ApplyError, ReplayStateError
-from .internals import ambient_settings, buffers_of, checkpoint_generator, is_sharded, set_ambient, versions_of
+from .internals import ambient_settings, buffers_of, checkpoint_generator, set_ambient, versions_of
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
+from .state import State
 
 _NO_COUNTS: dict[int, int] = {}
 _STOPPED = object()
 _training = attrgetter("training")
-_version = attrgetter("_version")
-_requires_grad = attrgetter("requires_grad")
 
 
 class Region:
@@ -27,7 +26,7 @@ class Region:
     """
 
     __slots__ = (
-        *("_ambient", "_counts", "_facts", "_flags", "_generator", "_held", "_inputs", "_pictures", "_versions"),
+        *("_ambient", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures", "_state", "_versions"),
         *("outer", "segment", "session", "sessions"),
     )
 
@@ -38,7 +37,7 @@ class Region:
         self.segment = segment
         self.outer = session.level
         self._inputs: Inputs | None = inputs
-        self._facts: list[int] | None = None
+        self._state: State | None = None
         self._held: list[torch.Tensor] = []
         self._generator: Generator[None, None, None] | None = None
 
@@ -79,7 +78,7 @@ class Region:
         assert stopped
         assert inputs is not None
         self._check_inputs(inputs)
-        self._facts = self._parameter_facts()
+        self._state = self.segment.watched.now()
 
     def abandon(self) -> None:
         """Drop the region after an exception: nothing of it is left behind in torch's state."""
@@ -111,53 +110,20 @@ class Region:
                 "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
             )
 
-    def _parameter_facts(self) -> list[int]:
-        """Return the identities of all parameters, then their versions, then whether they get gradients."""
-        # One flat list, made without Python in between, as this runs twice for every region.
-        try:
-            values: list[Any] = [holder[name] for holder, name in self.segment.parameters]
-            return [*map(id, values), *map(_version, values), *map(_requires_grad, values)]
-        except (KeyError, AttributeError):
-            gone = [name for holder, name in self.segment.parameters if holder.get(name) is None]
-            raise ApplyError(
-                f"segment {self.segment.where}: parameter {', '.join(gone)} is gone since the plan was applied "
-                "(pruning, weight_norm?); call remove() before such a change and make the plan again"
-            ) from None
-
-    def _report_change(self, now: list[int]) -> None:
-        # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
-        if is_sharded(self.segment.root):
-            return
-        if self._facts is None:
-            raise ReplayStateError(
-                f"segment {self.segment.where}: backward came while its forward was still running "
-                "(autograd.grad in the loop around it?); plan again with the loss as it is now, or without this segment"
-            )
-        count = len(self.segment.parameters)
-        for position, (_, name) in enumerate(self.segment.parameters):
-            before, after = self._facts[position::count], now[position::count]
-            if before[0] != after[0]:
-                reason = "is another tensor (weights substituted by functional_call or a parametrization are gone)"
-            elif before[1] != after[1]:
-                reason = "was changed in place (an optimizer step between forward and backward?)"
-            elif before[2] != after[2]:
-                reason = f"has requires_grad {bool(after[2])}, {bool(before[2])} in forward"
-            else:
-                continue
-            raise ReplayStateError(
-                f"segment {self.segment.where}: parameter {name!r} {reason}; its "
-                "replay would give wrong gradients. Run backward before the change, or plan without this segment"
-            )
-
     def _replay(self, *tensors: torch.Tensor) -> None:
         if self.segment.removed and self.segment.inside.begins:
             raise ReplayStateError(
                 f"segment {self.segment.where}: the plan was removed between forward and backward, and the segments "
                 "inside this one are gone; run backward before remove()"
             )
-        facts = self._parameter_facts()
-        if facts != self._facts:
-            self._report_change(facts)
+        if self._state is None:
+            raise ReplayStateError(
+                f"segment {self.segment.where}: backward came while its forward was still running (autograd.grad in "
+                "the loop around it?); plan again with the loss as it is now, or without this segment"
+            )
+        state = self.segment.watched.now()
+        if state != self._state:
+            self.segment.watched.refuse_change(self._state, state)
         flags = list(map(_training, self.segment.modules))
         ambient = ambient_settings()
         buffers = self.segment.buffers

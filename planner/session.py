@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .internals import parameters_of
 from .save_set import SaveSet
+from .state import Watched
 
 if TYPE_CHECKING:
     from .loop import Loop, Run
@@ -55,24 +55,21 @@ class Segment:
     """A planned segment with its names resolved to the model's own objects."""
 
     __slots__ = (
-        *("buffers", "calls", "early_stop", "inside", "modules", "parameters"),
-        *("removed", "root", "save", "scope", "where"),
+        *("buffers", "calls", "early_stop", "inside", "modules", "removed", "save", "scope", "watched", "where"),
     )
 
     def __init__(
         self,
         *,
-        root: nn.Module,
         where: str,
         calls: tuple[CallKey, ...],
-        members: list[nn.Module],
+        watched: Watched,
         inside: Level,
         save: SaveSet | None,
         early_stop: bool,
         buffers: list[tuple[nn.Module, str]],
         scope: int,
     ) -> None:
-        self.root = root
         self.where = where
         self.removed = False
         self.calls = calls
@@ -82,9 +79,8 @@ class Segment:
         self.buffers = buffers
         # Key of the module in whose loop a run must end at the latest.
         self.scope = scope
-        self.modules = list(dict.fromkeys(module for member in members for module in member.modules()))
-        owned = [parameters_of(module) for module in self.modules]
-        self.parameters = [(holder, name) for holder in owned for name, value in holder.items() if value is not None]
+        self.modules = watched.modules
+        self.watched = watched
 
 
 class Session:
