@@ -24,6 +24,8 @@ from torch.utils import checkpoint
 OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
 # What a module's __call__ looks up on the instance and calls, with all hooks inside.
 CALL_METHOD = "_call_impl"
+# In what selective checkpointing raises where a replay runs operators that forward did not.
+UNSEEN_OPERATOR = "not found in storage"
 # What torch.nn.DataParallel calls on every module to copy it to another device.
 REPLICATE_METHOD = "_replicate_for_data_parallel"
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
@@ -167,6 +169,18 @@ def is_sharded(root: nn.Module) -> bool:
     """Return whether FSDP2 manages some of a model's parameters."""
     kinds = {base.__name__ for module in root.modules() for base in type(module).__mro__}
     return "FSDPModule" in kinds
+
+
+# Whether autocast is on for any kind of device.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+Autocast = tuple[tuple[str, torch.dtype, bool], ...]
+
+
+def autocast_state() -> Autocast:
+    """Return kind of device, dtype and whether autocast is on, for the CPU and the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds)
 
 
 # Gives something true where torch.compile takes the frames that this thread runs; bound as it is, for the compiler

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .errors import ApplyError, ReplayStateError
-from .internals import ambient_settings, buffers_of, checkpoint_generator, set_ambient, versions_of
+from .internals import UNSEEN_OPERATOR, ambient_settings, buffers_of, checkpoint_generator, set_ambient, versions_of
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
 from .state import State
@@ -137,6 +137,15 @@ class Region:
                 for (module, name), value in zip(buffers, self._clone(self._held), strict=True):
                     buffers_of(module)[name] = value
             self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
+        except RuntimeError as error:
+            if self.segment.save is None or UNSEEN_OPERATOR not in str(error):
+                raise
+            raise ReplayStateError(
+                f"segment {self.segment.where}: its replay runs operators that its forward did not, so what it keeps "
+                f"cannot be told apart ({error}) Under autocast, weights that an earlier forward cast in the same "
+                "context are not cast again: enter autocast anew for every forward, or pass cache_enabled=False to it, or plan "
+                "with save_sets=False"
+            ) from error
         finally:
             for module, name, value in originals:
                 buffers_of(module)[name] = value

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from .errors import ApplyError
-from .internals import next_node_number, node_number
+from .internals import Autocast, autocast_is_on, autocast_state, next_node_number, node_number
 from .packing import Inputs, PackedCall, Slot, pack_call, rebuild_call, refuse_iterators, tensors_in
 
 _HOOK_NODE = "BackwardHookFunctionBackward"
@@ -25,17 +26,21 @@ class Entry:
         function: What is called.
         arguments: With what.
         gradients: Whether gradients were on.
+        autocast: What autocast was, if it was not on or off as at the tape's beginning.
         outputs: The tensors it returned, by number; once the tape is closed, None for one that no later step uses, and
             empty where none is used.
         dying: The tensors that no later step uses, by number.
     """
 
-    __slots__ = ("arguments", "dying", "function", "gradients", "outputs")
+    __slots__ = ("arguments", "autocast", "dying", "function", "gradients", "outputs")
 
-    def __init__(self, function: Callable[..., Any], arguments: PackedCall, gradients: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: PackedCall, gradients: bool, autocast: Autocast | None
+    ) -> None:
         self.function = function
         self.arguments = arguments
         self.gradients = gradients
+        self.autocast = autocast
         self.outputs: list[int | None] = []
         self.dying: list[int] = []
 
@@ -52,7 +57,7 @@ class Tape:
     """
 
     __slots__ = (
-        *("_capture", "_captured", "_detached", "_first_node", "_inputs", "_known"),
+        *("_autocast", "_capture", "_captured", "_detached", "_first_node", "_inputs", "_known"),
         *("_last_use", "_made", "_where", "entries"),
     )
 
@@ -69,6 +74,7 @@ class Tape:
         self._detached: set[int] = set()
         # A full backward hook puts another tensor in an output's place, which may then die; its node lives on.
         self._made: dict[tuple[int, int], int] = {}
+        self._autocast = autocast_is_on()
         self._first_node = next_node_number()
         self.entries: list[Entry] = []
 
@@ -80,7 +86,8 @@ class Tape:
         arguments = pack_call(args, kwargs, self._slot, objects)
         if objects:
             refuse_iterators(objects, self._where)
-        self.entries.append(Entry(function, arguments, gradients))
+        autocast = None if autocast_is_on() == self._autocast else autocast_state()
+        self.entries.append(Entry(function, arguments, gradients, autocast))
 
     def finish(self, output: Any) -> None:
         """Number the output tensors of the last recorded step."""
@@ -126,10 +133,13 @@ class Tape:
             values[number] = restore()
         for entry in self.entries:
             args, kwargs = rebuild_call(entry.arguments, values)
-            if entry.gradients:
+            if entry.gradients and entry.autocast is None:
                 output = entry.function(*args, **kwargs)
             else:
-                with torch.no_grad():
+                with ExitStack() as contexts:
+                    contexts.enter_context(torch.set_grad_enabled(entry.gradients))
+                    for kind, dtype, enabled in entry.autocast or ():
+                        contexts.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                     output = entry.function(*args, **kwargs)
             del args, kwargs
             if entry.outputs:

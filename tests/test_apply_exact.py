@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from remat.planner.apply import apply_segments
+from remat.planner.errors import ReplayStateError
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -385,3 +386,54 @@ def test_a_part_called_directly_is_planned_as_its_first_call():
             model.blocks[2](x).square().mean().backward()
     assert calls["mix"] == 4
     assert call("blocks.2").index == 0
+
+
+class Islands(nn.Module):
+    """Runs operators, and one block, in an autocast context of its own between the others."""
+
+    def __init__(self, enabled):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.mix, self.enabled = nn.Parameter(torch.randn(16, 16) / 4), enabled
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+                    x = block(x)
+            else:
+                x = block(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+                x = x.float()
+                x = (x + nn.functional.linear(x, self.mix)).float()
+        return x
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("names", [BLOCKS[:3], BLOCKS[1:4], BLOCKS[2:4]], ids=["before", "around", "from"])
+def test_autocast_that_changes_inside_a_run_is_replayed_as_it_was(names, enabled):
+    torch.manual_seed(0)
+    model, x = Islands(enabled).train(), torch.randn(4, 16)
+
+    def gradients():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not enabled):
+            loss = model(x).square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients()
+    with apply_segments(model, [segment(*names)]):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_a_save_set_and_weights_that_autocast_has_cast_before_are_refused_with_the_way_out():
+    model, x = Islands(enabled=True).train(), torch.randn(4, 16)
+    kept = [segment("blocks.1", save=saved("aten.addmm.default", 0))]
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    expected = torch.autograd.grad(sum(model(x * k).sum() for k in (1, 2)), list(model.parameters()))
+    with apply_segments(model, kept):
+        with cast:
+            loss = model(x).sum() + model(x * 2).sum()
+        with pytest.raises(ReplayStateError, match=r"enter autocast anew for every forward.*save_sets=False"):
+            loss.backward()
+        found = torch.autograd.grad(sum(model(x * k).sum() for k in (1, 2)), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
