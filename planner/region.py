@@ -143,8 +143,8 @@ class Region:
             raise ReplayStateError(
                 f"segment {self.segment.where}: its replay runs operators that its forward did not, so what it keeps "
                 f"cannot be told apart ({error}) Under autocast, weights that an earlier forward cast in the same "
-                "context are not cast again: enter autocast anew for every forward, or pass cache_enabled=False to it, or plan "
-                "with save_sets=False"
+                "context are not cast again: enter autocast anew for every forward, pass it cache_enabled=False, or "
+                "plan with save_sets=False"
             ) from error
         finally:
             for module, name, value in originals:
