@@ -11,8 +11,12 @@ backward, the units do not). The host allocates and frees in this order whatever
   another, which stays: the gradients' shards. The first goes when the next unit is reduced. A unit whose inputs need no
   gradient, like the root, is reduced at the end of the whole backward.
 - A replay gathers the units that it calls, and they stay gathered until their own backward ends.
-- A collective takes a copy of its buffer while it runs (gloo's; NCCL takes none from torch's allocator, so on CUDA the
-  count errs on the safe side by it), and gradients that do not divide evenly are padded in a copy each.
+- A collective takes a copy of its buffer while it runs (gloo's, whose threads may give it back a moment late, which is
+  not counted; NCCL takes none from torch's allocator, so on CUDA the count errs on the safe side).
+- Gradients that do not divide evenly are padded in a copy each before they are reduced.
+
+Not counted: mixed precision policies, CPU offload, several mesh dimensions, explicit prefetching, and gradients that
+wait for a later batch unreduced (`set_requires_gradient_sync`).
 """
 
 from __future__ import annotations

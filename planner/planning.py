@@ -244,10 +244,10 @@ class Planner:
     ) -> Planner:
         """Profile a step; the arguments are those of `plan`."""
         _check_ranks(ranks)
-        paths = _paths(model, units)
         # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
         kept_whole = accumulation and ranks == 1
         session = open_session(model, batch, loss, accumulation=kept_whole)
+        paths = _paths(model, units)
         sharding = None
         if ranks > 1:
             round_to = session.round_to
