@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -37,11 +38,12 @@ class Slot:
 class _Registered:
     """Stand for a container that only its pytree registration can take apart, like a model output."""
 
-    __slots__ = ("children", "spec")
+    __slots__ = ("children", "context", "unflatten")
 
-    def __init__(self, children: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, children: list[Any], unflatten: Callable[..., Any], context: Any) -> None:
         self.children = children
-        self.spec = spec
+        self.unflatten = unflatten
+        self.context = context
 
 
 class _Dataclass:
@@ -74,8 +76,10 @@ def pack(value: Any, slot: Callable[[torch.Tensor], Any], objects: list[Any]) ->
     if isinstance(value, _CONSTANTS):
         return value
     if kind in pytree.SUPPORTED_NODES or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
-        return _Registered([pack(child, slot, objects) for child in children], spec)
+        # Not by tree_flatten: its is_leaf would hold the value in a cycle, and with it the value's whole graph.
+        node = pytree.SUPPORTED_NODES[kind if kind in pytree.SUPPORTED_NODES else namedtuple]
+        children, context = node.flatten_fn(value)
+        return _Registered([pack(child, slot, objects) for child in children], node.unflatten_fn, context)
     if dataclasses.is_dataclass(value):
         # Fields may lie in slots; attributes that are no fields count as well.
         names = dict.fromkeys((*(entry.name for entry in dataclasses.fields(value)), *getattr(value, "__dict__", ())))
@@ -96,7 +100,7 @@ def rebuild(template: Any, values: Mapping[int, torch.Tensor] | Sequence[torch.T
     if kind is list:
         return [rebuild(item, values) for item in template]
     if kind is _Registered:
-        return pytree.tree_unflatten([rebuild(child, values) for child in template.children], template.spec)
+        return template.unflatten([rebuild(child, values) for child in template.children], template.context)
     if kind is _Dataclass:
         copy = object.__new__(template.kind)
         for name, item in template.fields.items():

@@ -1,7 +1,9 @@
 """What a segment computes dies with it: bytes alive between forward and backward, and after the step."""
 
+import collections
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -181,3 +183,30 @@ def test_after_an_exception_nothing_of_the_region_stays_alive():
     finally:
         gc.enable()
         handle.remove()
+
+
+class Wrapped(nn.Module):
+    """Returns its tensor in a container that only a pytree registration can take apart, as transformers does."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.feed, self.wrap = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), wrap
+
+    def forward(self, given):
+        x = given if isinstance(given, torch.Tensor) else next(iter(given))
+        return self.wrap(self.feed(x))
+
+
+class Pair(NamedTuple):
+    state: torch.Tensor
+    nothing: None = None
+
+
+@pytest.mark.parametrize("wrap", [Pair, lambda x: collections.deque([x])], ids=["named tuple", "deque"])
+def test_outputs_in_registered_containers_keep_nothing_alive(wrap):
+    layers = [Wrapped(wrap), Wrapped(wrap), Wrapped(lambda x: x)]
+    model, x = nn.Sequential(*layers).train(), torch.randn(512, 16)
+    _, plain_peak, _ = bytes_of(model, x, [])
+    _, peak, rest = bytes_of(model, x, [segment("0", "1")])
+    assert rest == 0
+    assert peak <= plain_peak
