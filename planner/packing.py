@@ -77,7 +77,8 @@ def pack(value: Any, slot: Callable[[torch.Tensor], Any], objects: list[Any]) ->
         return value
     if kind in pytree.SUPPORTED_NODES or (isinstance(value, tuple) and hasattr(value, "_fields")):
         # Not by tree_flatten: its is_leaf would hold the value in a cycle, and with it the value's whole graph.
-        node = pytree.SUPPORTED_NODES[kind if kind in pytree.SUPPORTED_NODES else namedtuple]
+        registered: Any = kind if kind in pytree.SUPPORTED_NODES else namedtuple
+        node = pytree.SUPPORTED_NODES[registered]
         children, context = node.flatten_fn(value)
         return _Registered([pack(child, slot, objects) for child in children], node.unflatten_fn, context)
     if dataclasses.is_dataclass(value):

@@ -402,17 +402,17 @@ class Planner:
         if best is not None:
             return best
         assert least is not None
-        if not infeasible:
-            least = self._smaller(least, solver, time_limit_s)
-        return self._unplanned_trial() if least.peak_bytes > self.profile.peak_bytes() else least
+        names = {"sqrt"} if infeasible else {solver, "sqrt"}
+        found = [least, self._unplanned_trial(), *(self._least(name, time_limit_s) for name in sorted(names))]
+        return min(found, key=lambda trial: trial.peak_bytes)
 
-    def _smaller(self, least: Trial, solver: str, time_limit_s: float | None) -> Trial:
-        """Return the trial of the solver's plan of least peak, or the one given if that is smaller."""
+    def _least(self, solver: str, time_limit_s: float | None) -> Trial:
+        """Return the trial of a solver's plan of least peak."""
         try:
             solution = SOLVERS[solver](self.bridge.problem(1), time_limit_s=time_limit_s)
         except BudgetTooSmallError as error:
             solution = error.solution
-        return min(least, self.trial(solution), key=lambda trial: trial.peak_bytes)
+        return self.trial(solution)
 
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
@@ -510,10 +510,7 @@ class Planner:
             "estimated" if "estimate" in recorded.times_from + recorded.step_time_from else "measured"
         )
         mode = "" if model.training else "made in eval mode, acts in eval mode only: to train, call model.train() first"
-        reasons: dict[str, list[str]] = {}
-        for item in self.bridge.refusals():
-            reasons.setdefault(item.reason, []).append(item.module)
-        refusals = [f"not replayed: {_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
+        refusals = [f"not replayed: {words}" for words in self._refusals()]
         return Plan(
             segments=trial.segments,
             training=model.training,
@@ -547,12 +544,19 @@ class Planner:
             ),
         )
 
+    def _refusals(self) -> list[str]:
+        """Say which modules no segment holds, grouped by reason."""
+        reasons: dict[str, list[str]] = {}
+        for item in self.bridge.refusals():
+            reasons.setdefault(item.reason, []).append(item.module)
+        return [f"{_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
+
     def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float, kind: str) -> InfeasibleBudgetError:
         plan = self._plan_of(least, least.peak_bytes, 0.0)
         reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
         holders = explain_peak(least.recording, self.profile, least.peak_bytes)
         each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        refused = sorted({f"{item.module} {item.reason}" for item in self.bridge.refusals()})
+        refused = self._refusals()
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
         return InfeasibleBudgetError(
             f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest reachable peak is "

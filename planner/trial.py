@@ -13,14 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..profiler.allocator import fits
 from ..profiler.results import Results, run_steps
 from ..profiler.step import Step
-from ..profiler.timing import free_memory_bytes
 from .apply import apply_segments, unplanned
 from .plan import PlannedSegment
-
-FREE_SHARE = 0.9
-"""A step is run only if it needs no more than this share of the device's free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +60,7 @@ class Trials:
         device = next(step.model.parameters()).device
         if not segments:
             return []
-        if needed_bytes > FREE_SHARE * free_memory_bytes(device):
+        if not fits(needed_bytes, device):
             self.unchecked = "the plan's replay was not compared with the unmodified step, which does not fit"
             return []
         with unplanned(step.model):

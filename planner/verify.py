@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from torch import nn
 
 from ..profiler import BatchError
-from ..profiler.allocator import collected
+from ..profiler.allocator import collected, fits
 from ..profiler.preserve import preserved
 from ..profiler.profiling import CUDA_GRANULARITY
-from ..profiler.results import Arm, Difference, Results, run_steps
+from ..profiler.results import Arm, Difference, Results, run_steps, written_in_forward
 from ..profiler.step import Loss, Step
-from ..profiler.timing import free_memory_bytes, timed_ns, train_once
+from ..profiler.timing import timed_ns, train_once
 from .apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
 from .plan import Plan
 from .planning import silent
+
+_TOO_LARGE = "the unmodified model does not fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,7 @@ def verify(
             f"the plan does not act: call model.{modes[plan.training]}() first, or make the plan again"
         )
     with unplanned(model):
+        step = replace(step, written=written_in_forward(step))
         return _Bench(step, plan, steps, repeats, progress or silent).run()
 
 
@@ -160,20 +163,22 @@ class _Bench:
 
     def run(self) -> Verification:
         needed = self.plan.step.get("whole_step_bytes", (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes())
-        fits = int(needed) < 0.9 * free_memory_bytes(self.device)
+        runs_whole = fits(int(needed), self.device)
         self.say("running the planned step")
         planned = self._run(self._planned)
         self.say("running the unmodified step")
-        reference = self._run(nullcontext if fits else self._planned)
+        reference = self._run(nullcontext if runs_whole else self._planned)
         loss, gradients, buffers = planned.differences(reference)
         differs = any(difference.unequal for difference in (loss, gradients, buffers))
-        repeats_itself = not (differs and fits and self._run(nullcontext).first_difference(reference))
+        repeats_itself = not (differs and runs_whole and self._run(nullcontext).first_difference(reference))
         same_random = planned.same_random_states(reference)
-        planned_ns, unplanned_ns = self._times(fits)
+        planned_ns, unplanned_ns = self._times(runs_whole)
         batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
         return Verification(
             exact=not differs and same_random,
-            against="the unmodified model" if fits else "a second planned run (the unmodified model does not fit)",
+            against="the unmodified model"
+            if runs_whole
+            else "a second planned run (the unmodified model does not fit)",
             loss=loss,
             gradients=gradients,
             buffers=buffers,
@@ -181,7 +186,7 @@ class _Bench:
             repeatable=repeats_itself,
             predicted_peak_bytes=self.plan.predicted_peak_bytes,
             measured_peak_bytes=self._peak(planned),
-            unplanned_measured_peak_bytes=self._peak(reference) if fits else None,
+            unplanned_measured_peak_bytes=self._peak(reference) if runs_whole else None,
             budget_bytes=self.plan.budget_bytes,
             ranks=self.plan.ranks,
             predicted_overhead=self.plan.predicted_overhead,
@@ -207,7 +212,7 @@ class _Bench:
     def _peak(self, results: Results) -> int:
         return max(self.floor_bytes, results.peak_bytes + self._entry_bytes())
 
-    def _times(self, fits: bool) -> tuple[int | None, int | None]:
+    def _times(self, runs_whole: bool) -> tuple[int | None, int | None]:
         """Time both arms, warmed up by now, in turn; return the medians."""
         if not self.repeats:
             return None, None
@@ -216,12 +221,12 @@ class _Bench:
         for number in range(self.repeats):
             self.say(f"timing, round {number + 1} of {self.repeats}")
             planned.append(self._time(self._planned))
-            if fits:
+            if runs_whole:
                 plain.append(self._time(nullcontext))
         return int(median(planned)), int(median(plain)) if plain else None
 
     def _time(self, arm: Arm) -> int:
-        with preserved(self.step.model), arm():
+        with preserved(self.step.model, written_parameters=self.step.written), arm():
             return timed_ns(lambda: train_once(self.step), self.device, 1)
 
 

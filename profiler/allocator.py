@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch.profiler import profile as torch_profile
 from .internals import kineto_events
 
 _MARK = "remat.measured"
+FREE_SHARE = 0.9
+"""What is run takes no more than this share of the device's free memory."""
 Window = Callable[[Callable[[], Any]], Any]
 
 
@@ -92,3 +97,20 @@ def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
             peak = max(peak, live)
         measured.append((peak, live))
     return measured
+
+
+def fits(nbytes: int, device: torch.device) -> bool:
+    """Return whether a device has room for so many bytes, and some to spare."""
+    return nbytes <= FREE_SHARE * _free_memory_bytes(device)
+
+
+def _free_memory_bytes(device: torch.device) -> int:
+    """Return how much memory the device can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    # Elsewhere the standard library tells at most how much there is.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else sys.maxsize

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .allocator import collected
+from .allocator import collected, fits
 from .dry_run import DryRunError, dry_run, faked, record_step
 from .internals import forward_hooks
 from .optimizer import optimizer_bytes
@@ -22,7 +22,7 @@ from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
 from .step import BatchError, Loss, Step
-from .timing import forward_without_saving, free_memory_bytes, operator_times, timed_ns, train_once
+from .timing import forward_without_saving, operator_times, timed_ns, train_once
 
 CUDA_GRANULARITY = 512
 """PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
@@ -135,10 +135,10 @@ def profile(
     if recording.loss_is_assumed:
         notes.append("no loss was given and the output carries none: the mean of the outputs was taken; pass loss=")
     needed = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
-    fits = needed < 0.9 * free_memory_bytes(device)
+    runs_whole = fits(needed, device)
     say("measuring operators' workspace")
     allocated = 0
-    if fits and repeats > 0:
+    if runs_whole and repeats > 0:
         with preserved(model, written_parameters=step.written):
             session.scratch.learn(step.train, device)
         # Again without a dispatch mode, under which autograd sums gradients out of place.
@@ -154,7 +154,7 @@ def profile(
     say("timing its operators")
     times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
     say("timing the step")
-    step_ns, step_time_from = _step_time(session, needed if not fits else 0, forward_ns, repeats)
+    step_ns, step_time_from = _step_time(session, needed if not runs_whole else 0, forward_ns, repeats)
     say("recording the optimizer")
     parts = _parts(session, recording, optimizer)
     storages = _storages(recording, unsaved)

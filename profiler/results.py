@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .allocator import allocated_peak_bytes
+from .allocator import allocated_peak_bytes, fits
 from .preserve import preserved
 from .step import Step
 from .timing import timed_ns
@@ -82,6 +82,21 @@ class Results:
             if difference.unequal:
                 return f"{name}: {difference}"
         return "" if self.same_random_states(other) else "the random state after the step differs"
+
+
+def written_in_forward(step: Step) -> frozenset[str]:
+    """Name the parameters that a model's forward writes to, by running it once; the model is left as it was.
+
+    Where the device has no memory for a copy of all parameters, none can be named.
+    """
+    parameters = dict(step.model.named_parameters())
+    needed = sum(parameter.nbytes for parameter in parameters.values())
+    if not fits(needed, next(iter(parameters.values())).device):
+        return frozenset()
+    with preserved(step.model, written_parameters=parameters), torch.no_grad():
+        before = {name: parameter._version for name, parameter in parameters.items()}
+        step.forward()
+        return frozenset(name for name, parameter in parameters.items() if parameter._version != before[name])
 
 
 def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = False) -> Results:

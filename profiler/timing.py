@@ -171,14 +171,3 @@ def train_once(step: Step) -> None:
     """Run forward, loss and backward, and drop the gradients."""
     step.train()
     step.model.zero_grad(set_to_none=True)
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Return how much memory the device can still give."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as lines:  # noqa: PTH123
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
