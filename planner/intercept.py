@@ -58,9 +58,10 @@ class Planned:
         self._children = [children_of(module) for module in root.modules()]
         self._expected = [children.copy() for children in self._children]
         self._checkpointing = [module for module in root.modules() if hasattr(module, "gradient_checkpointing")]
-        self._replayed = list(replayed.values())
-        self._hooks = [forward_hook_registries(module) for module in replayed]
-        self._known_hooks = self._hooks_now()
+        # Each path twice, once for the hooks and once for the pre-hooks.
+        self._replayed = [path for path in replayed.values() for _ in range(2)]
+        self._hooks = [hooks for module in replayed for hooks in forward_hook_registries(module)]
+        self._known_hooks = [hooks.copy() for hooks in self._hooks]
 
     def in_force(self, session: Session) -> bool:
         """Return whether a forward or replay that begins now is to be checkpointed."""
@@ -84,16 +85,12 @@ class Planned:
                 "the model's own gradient checkpointing was switched on after the plan was applied, and the two do not "
                 "stack: call model.gradient_checkpointing_disable(), or remove() the plan"
             )
-        hooks = self._hooks_now()
-        if hooks != self._known_hooks:
-            self._warn_of_hooks(hooks)
+        if self._hooks != self._known_hooks:
+            self._warn_of_hooks()
 
-    def _hooks_now(self) -> list[dict[int, Any]]:
-        return [{**before, **after} for after, before in self._hooks]
-
-    def _warn_of_hooks(self, hooks: list[dict[int, Any]]) -> None:
+    def _warn_of_hooks(self) -> None:
         """Warn, once for each, of hooks that came after the plan and that a replay runs a second time."""
-        for path, known, now in zip(self._replayed, self._known_hooks, hooks, strict=True):
+        for path, known, now in zip(self._replayed, self._known_hooks, self._hooks, strict=True):
             names = [getattr(hook, "__module__", None) or "" for key, hook in now.items() if key not in known]
             if any(not name.startswith(_AGAIN) for name in names):
                 warnings.warn(
@@ -101,7 +98,7 @@ class Planned:
                     "runs the hook a second time. Register hooks before planning, and the plan leaves such modules out",
                     stacklevel=2,
                 )
-        self._known_hooks = hooks
+        self._known_hooks = [hooks.copy() for hooks in self._hooks]
 
     def traced_in_force(self) -> bool:
         """Return whether a call traced now is to be checkpointed."""

@@ -42,7 +42,7 @@ class Watched:
     """
 
     __slots__ = (
-        *("_containers", "_names", "_objects", "_paths", "_registered"),
+        *("_containers", "_names", "_objects", "_paths", "_readers", "_registered"),
         *("_root", "_scalars", "_tensors", "_where", "modules"),
     )
 
@@ -54,7 +54,7 @@ class Watched:
         # Parameters and buffers by the dictionary they are registered in, the others by the module.
         self._registered: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[tuple[nn.Module, str]] = []
-        self._scalars: list[tuple[nn.Module, str]] = []
+        self._scalars: list[tuple[nn.Module, tuple[str, ...]]] = []
         self._containers: list[tuple[nn.Module, str]] = []
         self._objects: list[tuple[nn.Module, str]] = []
         self._paths = modules
@@ -68,20 +68,27 @@ class Watched:
                 watched = [n for n, value in registry.items() if value is not None and (module, n) not in restored]
                 self._registered += [(registry, name) for name in watched]
                 self._names += [(kind, self._path(module, name)) for name in watched]
-            for name, value in vars(module).items():
-                if name not in _OF_EVERY_MODULE:
-                    self._watch(module, name, value, seen)
+            own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE and not _is_size(module, v)}
+            scalars = tuple(name for name, value in own.items() if self._watch(module, name, value, seen))
+            if scalars:
+                self._scalars.append((module, scalars))
+        # One call reads all of a module's.
+        self._readers = [(attrgetter(*names), module) for module, names in self._scalars]
         self._names += [("tensor", self._path(module, name)) for module, name in self._tensors]
 
-    def _watch(self, module: nn.Module, name: str, value: object, seen: set[int]) -> None:
+    def _watch(self, module: nn.Module, name: str, value: object, seen: set[int]) -> bool:
+        """Watch an attribute, and return whether it is plain data in one piece, which is left to the caller."""
         if isinstance(value, torch.Tensor):
             self._tensors.append((module, name))
         elif _is_plain(value, _DEPTH):
-            (self._containers if isinstance(value, (list, dict, set)) else self._scalars).append((module, name))
+            if not isinstance(value, (list, dict, set)):
+                return True
+            self._containers.append((module, name))
         elif id(value) not in seen and hasattr(value, "__dict__") and _is_plain(vars(value), _DEPTH):
             # Many modules share one configuration.
             seen.add(id(value))
             self._objects.append((module, name))
+        return False
 
     def now(self) -> State:
         """Return what is watched, as it is now; equal states are equal lists.
@@ -95,7 +102,7 @@ class Watched:
             if self._tensors:
                 tensors += [getattr(module, name) for module, name in self._tensors]
             state: State = [*map(id, tensors), *map(_version, tensors), *map(_requires_grad, tensors)]
-            state += [getattr(module, name) for module, name in self._scalars]
+            state += [read(module) for read, module in self._readers]
             if self._containers:
                 state += [copy(getattr(module, name)) for module, name in self._containers]
             if self._objects:
@@ -108,8 +115,9 @@ class Watched:
         return state
 
     def _gone(self) -> list[str]:
-        kept = chain(self._tensors, self._scalars, self._containers, self._objects)
-        lost = [self._path(module, name) for module, name in kept if getattr(module, name, None) is None]
+        scalars = [(module, name) for module, names in self._scalars for name in names]
+        kept = chain(self._tensors, scalars, self._containers, self._objects)
+        lost = [self._path(module, name) for module, name in kept if not hasattr(module, name)]
         return [name for registry, name in self._registered if registry.get(name) is None] + lost
 
     def _path(self, module: nn.Module, name: str) -> str:
@@ -147,17 +155,25 @@ class Watched:
         return ""
 
     def _changed_setting(self, before: State, after: State) -> str:
-        places = [*self._scalars, *self._containers, *self._objects]
-        settings = -len(places) or len(before)
-        for (module, name), was, now in zip(places, before[settings:], after[settings:], strict=True):
-            if was == now:
-                continue
-            path = self._path(module, name)
-            if (module, name) in self._objects:
-                inner = next(key for key in {**was, **now} if was.get(key) != now.get(key))
-                path, was, now = f"{path}.{inner}", was.get(inner), now.get(inner)
-            return f"attribute {path!r} is {_short(now)}, {_short(was)} in forward"
+        was, now = self._settings(before), self._settings(after)
+        for path in {**was, **now}:
+            if path not in was or path not in now or was[path] != now[path]:
+                return f"attribute {path!r} is {_short(now.get(path))}, {_short(was.get(path))} in forward"
         return ""
+
+    def _settings(self, state: State) -> dict[str, object]:
+        """Return attributes of plain data by path."""
+        values = iter(state[3 * len(self._names) :])
+        found: dict[str, object] = {}
+        for module, names in self._scalars:
+            read = next(values)
+            found.update(
+                zip([self._path(module, name) for name in names], read if len(names) > 1 else (read,), strict=True)
+            )
+        found.update((self._path(module, name), next(values)) for module, name in self._containers)
+        for module, name in self._objects:
+            found.update((f"{self._path(module, name)}.{key}", value) for key, value in next(values).items())
+        return found
 
 
 def _is_plain(value: object, depth: int) -> bool:
@@ -167,6 +183,14 @@ def _is_plain(value: object, depth: int) -> bool:
         return False
     items = cast("dict[object, object]", value).values() if isinstance(value, dict) else cast("list[object]", value)
     return len(items) <= _ITEMS and all(_is_plain(item, depth - 1) for item in items)
+
+
+def _is_size(module: nn.Module, value: object) -> bool:
+    """Return whether a value is one of the sizes of torch's own layers, which their weights fix."""
+    if not type(module).__module__.startswith("torch.nn.modules"):
+        return False
+    sizes = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return all(type(size) is int for size in sizes)
 
 
 def _buffers_are_broadcast() -> bool:
