@@ -142,15 +142,21 @@ class Bridge:
         return any(self.profile.operators[k].fills_argument for k in range(first, end))
 
     def restored_buffers(self, start: int, stop: int) -> tuple[str, ...]:
-        """Name the buffers whose values a replay must see as they were: read or written inside, written since."""
+        """Name the buffers whose values a replay must see as they were: read or written inside, written since.
+
+        Those of the members' own that others write count too: a replay that finds any changed refuses to run.
+        """
         first, end = self.span(start, stop)
+        calls = self.profile.calls
+        own = tuple(f"{calls[m].module}." if calls[m].module else "" for m in self.members(start, stop))
         names = {
             storage.name
             for storage in self.profile.storages
             if storage.kind == "buffer"
             and storage.name
             and (
-                any(first <= k < end for k in storage.written_by)
+                (storage.written_by and storage.name.startswith(own))
+                or any(first <= k < end for k in storage.written_by)
                 or (any(first <= k < end for k in storage.read_by) and any(k >= end for k in storage.written_by))
             )
         }

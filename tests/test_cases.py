@@ -329,6 +329,26 @@ class Tapped(Chain):
         return out.square().mean() + sum(tap.square().mean() for tap in self.taps)
 
 
+class Measured(Chain):
+    """Keeps in a buffer of each block how large its output was, once the block has run."""
+
+    def __init__(self):
+        super().__init__([Plain() for _ in range(4)])
+        for block in self.blocks:
+            block.register_buffer("size", torch.zeros(()))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            with torch.no_grad():
+                block.size.add_(x.detach().square().mean())
+        return x
+
+
+def measured_from_outside():
+    return Measured(), torch.randn(64, WIDTH)
+
+
 def taps():
     return Tapped(), torch.randn(64, WIDTH), lambda out: out
 
@@ -434,7 +454,7 @@ def first_calls():
 
 HANDLED = [
     *(batch_norms, running_averages_written, frozen_prefix_and_adapters, frozen_tail, pyramid, skips, in_place_starts),
-    *(in_place_on_a_view, leaky_tails, outputs_held, first_calls),
+    *(in_place_on_a_view, leaky_tails, outputs_held, first_calls, measured_from_outside),
 ]
 AROUND = {
     running_averages_replaced: "puts another tensor in place of its buffer scale",
