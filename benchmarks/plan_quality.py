@@ -238,7 +238,7 @@ def dry_run(planner: Planner, solution: Solution) -> tuple[int, str]:
     """Return the peak of the applied plan's dry run, and what holds it."""
     place = simulate(planner.bridge.problem(1), solution.segments)
     stage = planner.profile.stages[place.stage].name if place.stage >= 0 else "no stage"
-    trial = planner.trial(solution)
+    trial = planner.search.trial(solution)
     holders = explain_peak(trial.recording, planner.profile, trial.peak_bytes, limit=6)
     return trial.peak_bytes, f"simulated peak in {place.phase} of {stage}; dry run: {holders}"
 

@@ -58,13 +58,13 @@ def step_timeline(planner: Planner, plan: Plan | None = None) -> Timeline:
     model, session, profile = planner.session.step.model, planner.session, planner.profile
     with unplanned(model):
         if plan is None:
-            recording = planner.on_rank(session.record(profile.bytes_from))
+            recording = planner.search.on_rank(session.record(profile.bytes_from))
         else:
             with apply_segments(model, plan.segments, training=plan.training):
-                recording = planner.on_rank(session.record(profile.bytes_from, planned=True))
+                recording = planner.search.on_rank(session.record(profile.bytes_from, planned=True))
     live = recording.live_bytes_by_kind()
     scratch = np.array([operator.scratch_bytes for operator in recording.operators], dtype=np.int64)
-    live["temporary"] += scratch + planner.unseen_bytes(plan.segments if plan is not None else ())
+    live["temporary"] += scratch + planner.search.unseen_bytes(plan.segments if plan is not None else ())
     count, parts = len(recording.operators), profile.parts
     live["optimizer"] = np.full(count, parts.optimizer, dtype=np.int64)
     if parts.optimizer_step_peak:

@@ -44,7 +44,7 @@ def test_the_memory_model_of_a_planned_step_is_the_dry_runs(planners, name, shar
         solution = SOLVERS["dp"](problem)
     except ValueError as error:
         solution = error.solution
-    trial = planner.trial(solution)
+    trial = planner.search.trial(solution)
     unseen = planner.profile.unseen_bytes
     dry = trial.recording.peak_bytes() + unseen
     assert solution.peak_bytes == pytest.approx(dry, rel=2e-3)

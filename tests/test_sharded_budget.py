@@ -223,7 +223,7 @@ def test_a_planned_rank_stays_within_what_was_promised_and_close_to_it(case, bud
 def test_planned_and_unplanned_steps_are_divided_alike(case, planners):
     planner = planners[case]
     profile = planner.profile
-    recorded = int(planner.on_rank(planner.session.record("dry run")).live_bytes().max())
+    recorded = int(planner.search.on_rank(planner.session.record("dry run")).live_bytes().max())
     peak = recorded + profile.parts.optimizer + profile.unseen_bytes
     assert max(peak, profile.parts.optimizer_step_peak) == profile.peak_bytes()
     assert step_timeline(planner).peak_bytes == planner.profile.peak_bytes()
