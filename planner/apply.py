@@ -234,10 +234,12 @@ class _Binding:
         restored = [self._buffer(name, where) for name in planned.restored_buffers]
         buffers = list(dict.fromkeys([*restored, *_statistics(members)]))
         inside = {module: self._paths[id(module)] for member in members for module in member.modules()}
+        # The member of a segment of one call is not called again, only its forward.
+        called = [module for module in inside if len(members) > 1 or module is not members[0]]
         segment = Segment(
             where=where,
             calls=calls,
-            watched=Watched(self._root, where, inside, restored=buffers),
+            watched=Watched(self._root, where, inside, restored=buffers, called=called),
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
@@ -246,8 +248,7 @@ class _Binding:
         )
         if parent is None:
             self._trace(planned, segment, members)
-            alone = members[0] if len(members) == 1 else None
-            self.replayed.update((module, path) for module, path in inside.items() if module is not alone)
+            self.replayed.update((module, inside[module]) for module in called)
         return segment
 
     def _trace(self, planned: PlannedSegment, segment: Segment, members: list[nn.Module]) -> None:

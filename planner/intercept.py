@@ -33,8 +33,8 @@ from .region import OneCall
 from .session import Level, Session, Sessions
 from .traced import Traced, TracedCall, TracedFirst
 
-# Hooks that are to run in replays too: fully_shard's, which gather parameters, and the recorder's.
-_AGAIN = ("torch.distributed", "remat.profiler")
+# Hooks that may run in replays too: fully_shard's, which gather parameters, transformers' own, and the recorder's.
+_AGAIN = ("torch.distributed", "transformers.", "remat.profiler")
 
 
 class Planned:

@@ -155,14 +155,21 @@ _ANYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
 )
+_ACCELERATOR_KIND = torch.accelerator.current_accelerator()
+_KINDS = ("cpu",) if _ACCELERATOR_KIND is None else ("cpu", _ACCELERATOR_KIND.type)
 _ACCELERATOR: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (torch._C._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
 )
-_AMBIENT = _ANYWHERE + (_ACCELERATOR if torch.accelerator.current_accelerator() is not None else ())
+_AMBIENT = _ANYWHERE + (_ACCELERATOR if _ACCELERATOR_KIND is not None else ())
 _READ_AMBIENT = tuple(read for read, _ in _AMBIENT)
+
+
+def in_ddp_forward() -> bool:
+    """Return whether DistributedDataParallel's forward is running: it copies buffers in place before every one."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def is_sharded(root: nn.Module) -> bool:
@@ -178,9 +185,7 @@ Autocast = tuple[tuple[str, torch.dtype, bool], ...]
 
 def autocast_state() -> Autocast:
     """Return kind of device, dtype and whether autocast is on, for the CPU and the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    return tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds)
+    return tuple([(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS])
 
 
 # Gives something true where torch.compile takes the frames that this thread runs; bound as it is, for the compiler

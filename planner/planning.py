@@ -80,7 +80,7 @@ def plan(
         progress: Called with a few words before each phase.
 
     Raises:
-        InfeasibleBudgetError: No plan fits; it carries the smallest reachable peak, its plan, and what holds it there.
+        InfeasibleBudgetError: No plan fits; it carries the smallest peak found, its plan, and what holds it there.
         BudgetError: The budget, the headroom or the solver's name cannot be read.
         BatchError: The batch, `units` or `ranks` cannot be used.
     """
@@ -144,13 +144,17 @@ def _check_ranks(ranks: object) -> None:
         )
 
 
-def _paths(model: nn.Module, units: Iterable[object]) -> list[str]:
+def _paths(model: nn.Module, units: object) -> list[str]:
     """Return the paths of a model's modules.
 
     Raises:
         BatchError: One is not a module of the model.
     """
     paths = {id(module): name for name, module in model.named_modules()}
+    if not isinstance(units, Iterable):
+        raise BatchError(
+            f"units must be several modules of the model, got {type(units).__name__}: pass model.layers, say"
+        )
     given = list(units)
     for unit in given:
         if id(unit) not in paths:
@@ -358,7 +362,7 @@ class Planner:
         refused = self._refusals()
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
         return InfeasibleBudgetError(
-            f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest reachable peak is "
+            f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest peak found is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
             "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
             least_peak_bytes=least.peak_bytes,

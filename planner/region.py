@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from .errors import ApplyError, ReplayStateError
-from .internals import UNSEEN_OPERATOR, ambient_settings, buffers_of, checkpoint_generator, set_ambient, versions_of
+from .internals import (
+    UNSEEN_OPERATOR,
+    ambient_settings,
+    buffers_of,
+    checkpoint_generator,
+    in_ddp_forward,
+    set_ambient,
+    versions_of,
+)
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
 from .state import State
@@ -26,7 +34,18 @@ class Region:
     """
 
     __slots__ = (
-        *("_ambient", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures", "_state", "_versions"),
+        *(
+            "_ambient",
+            "_broadcast",
+            "_counts",
+            "_flags",
+            "_generator",
+            "_held",
+            "_inputs",
+            "_pictures",
+            "_state",
+            "_versions",
+        ),
         *("outer", "segment", "session", "sessions"),
     )
 
@@ -79,6 +98,7 @@ class Region:
         assert inputs is not None
         self._check_inputs(inputs)
         self._state = self.segment.watched.now()
+        self._broadcast = in_ddp_forward()
 
     def abandon(self) -> None:
         """Drop the region after an exception: nothing of it is left behind in torch's state."""
@@ -123,7 +143,7 @@ class Region:
             )
         state = self.segment.watched.now()
         if state != self._state:
-            self.segment.watched.refuse_change(self._state, state)
+            self.segment.watched.refuse_change(self._state, state, broadcast=self._broadcast)
         flags = list(map(_training, self.segment.modules))
         ambient = ambient_settings()
         buffers = self.segment.buffers

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import enum
-from copy import copy
-from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from .errors import ApplyError, ReplayStateError
-from .internals import buffers_of, is_sharded, parameters_of
+from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of
 
 State = list[Any]
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _ITEMS = 256
 """A longer container is data rather than a setting, and is not looked into."""
 _DEPTH = 3
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))
 
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
@@ -28,67 +26,92 @@ _requires_grad = attrgetter("requires_grad")
 class Watched:
     """Everything that a replay reads from a segment's modules besides their modes and the buffers it is given.
 
-    Tensors are told by identity, version and requires_grad; attributes of plain data, like a dropout's `p` or a list of
-    adapters' names, by value, and so are the attributes of configurations and the like.
+    Registered tensors are told by identity, version and requires_grad. Attributes of modules, and of the objects they
+    keep (configurations, mostly): plain data by value, containers by what is in them, all else by identity. Children
+    and the hooks that a replay runs by identity.
 
     Args:
         root: The model.
         where: The segment's name, for errors.
         modules: All modules of the segment, with their paths.
         restored: Buffers that a replay is given as forward saw them.
+        called: The modules that a replay calls, hooks and all.
 
     Attributes:
         modules: The modules.
     """
 
     __slots__ = (
-        *("_containers", "_names", "_objects", "_paths", "_readers", "_registered"),
-        *("_root", "_scalars", "_tensors", "_where", "modules"),
+        *("_containers", "_dictionaries", "_known", "_names", "_objects", "_owners", "_readers", "_registered"),
+        *("_root", "_scalars", "_where", "modules"),
     )
 
     def __init__(
-        self, root: nn.Module, where: str, modules: dict[nn.Module, str], restored: list[tuple[nn.Module, str]]
+        self,
+        root: nn.Module,
+        where: str,
+        modules: dict[nn.Module, str],
+        restored: list[tuple[nn.Module, str]],
+        called: list[nn.Module],
     ) -> None:
         self._root = root
         self._where = where
-        # Parameters and buffers by the dictionary they are registered in, the others by the module.
-        self._registered: list[tuple[dict[str, Any], str]] = []
-        self._tensors: list[tuple[nn.Module, str]] = []
-        self._scalars: list[tuple[nn.Module, tuple[str, ...]]] = []
-        self._containers: list[tuple[nn.Module, str]] = []
-        self._objects: list[tuple[nn.Module, str]] = []
-        self._paths = modules
         self.modules = list(modules)
-        # Kind and path of every tensor.
+        self._registered: list[tuple[dict[str, Any], str]] = []
+        # Kind and path of every registered tensor.
         self._names: list[tuple[str, str]] = []
+        # What reads all plain attributes of an owner at once, with their paths; then containers and other objects.
+        self._readers: list[tuple[attrgetter[Any], object]] = []
+        self._scalars: list[str] = []
+        self._containers: list[tuple[str, Any]] = []
+        self._owners: list[tuple[str, object, str]] = []
+        self._objects: list[tuple[str, object, str]] = []
         seen: set[int] = set()
-        for module in modules:
+        for module, path in modules.items():
             registries: dict[str, dict[str, Any]] = {"parameter": parameters_of(module), "buffer": buffers_of(module)}
             for kind, registry in registries.items():
                 watched = [n for n, value in registry.items() if value is not None and (module, n) not in restored]
                 self._registered += [(registry, name) for name in watched]
-                self._names += [(kind, self._path(module, name)) for name in watched]
+                self._names += [(kind, _join(path, name)) for name in watched]
             own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE and not _is_size(module, v)}
-            scalars = tuple(name for name, value in own.items() if self._watch(module, name, value, seen))
-            if scalars:
-                self._scalars.append((module, scalars))
-        # One call reads all of a module's.
-        self._readers = [(attrgetter(*names), module) for module, names in self._scalars]
-        self._names += [("tensor", self._path(module, name)) for module, name in self._tensors]
+            self._watch_attributes(module, path, own, seen, _DEPTH)
+        self._dictionaries: list[dict[Any, Any]] = [children_of(module) for module in modules]
+        self._dictionaries += [hooks for module in called for hooks in forward_hook_registries(module)]
+        self._known = [dictionary.copy() for dictionary in self._dictionaries]
 
-    def _watch(self, module: nn.Module, name: str, value: object, seen: set[int]) -> bool:
-        """Watch an attribute, and return whether it is plain data in one piece, which is left to the caller."""
-        if isinstance(value, torch.Tensor):
-            self._tensors.append((module, name))
-        elif _is_plain(value, _DEPTH):
-            if not isinstance(value, (list, dict, set)):
-                return True
-            self._containers.append((module, name))
-        elif id(value) not in seen and hasattr(value, "__dict__") and _is_plain(vars(value), _DEPTH):
-            # Many modules share one configuration.
-            seen.add(id(value))
-            self._objects.append((module, name))
-        return False
+    def _watch_attributes(
+        self, owner: object, path: str, attributes: dict[str, Any], seen: set[int], depth: int
+    ) -> None:
+        scalars: list[str] = []
+        for name, value in attributes.items():
+            where = _join(path, name)
+            if type(value) in _SCALARS and name.isidentifier():
+                scalars.append(name)
+            elif isinstance(value, _CONTAINERS):
+                self._owners.append((where, owner, name))
+                self._watch_inside(where, value, seen, depth)
+            else:
+                self._objects.append((where, owner, name))
+                inside: Any = getattr(value, "__dict__", None)
+                # Many modules share one configuration.
+                if id(value) not in seen and depth and isinstance(inside, dict) and _is_settings(value, inside):
+                    seen.add(id(value))
+                    self._watch_attributes(value, where, inside, seen, depth - 1)
+        if scalars:
+            # With the first name twice a single one is read as a tuple too.
+            self._readers.append((attrgetter(*scalars, scalars[0]), owner))
+            self._scalars += [_join(path, name) for name in (*scalars, scalars[0])]
+
+    def _watch_inside(self, path: str, container: Any, seen: set[int], depth: int) -> None:
+        """Watch the containers inside a container; the outermost one is read from its owner."""
+        items = list(container.values() if isinstance(container, dict) else container)
+        if len(items) > _ITEMS or not depth or id(container) in seen:
+            return
+        seen.add(id(container))
+        for item in items:
+            if isinstance(item, _CONTAINERS):
+                self._containers.append((path, item))
+                self._watch_inside(path, item, seen, depth - 1)
 
     def now(self) -> State:
         """Return what is watched, as it is now; equal states are equal lists.
@@ -99,45 +122,49 @@ class Watched:
         # With as little Python as can be, as this runs twice for every region.
         try:
             tensors: list[Any] = [registry[name] for registry, name in self._registered]
-            if self._tensors:
-                tensors += [getattr(module, name) for module, name in self._tensors]
             state: State = [*map(id, tensors), *map(_version, tensors), *map(_requires_grad, tensors)]
-            state += [read(module) for read, module in self._readers]
-            if self._containers:
-                state += [copy(getattr(module, name)) for module, name in self._containers]
-            if self._objects:
-                state += [vars(getattr(module, name)).copy() for module, name in self._objects]
-        except (KeyError, AttributeError, TypeError):
+            scalars: list[Any] = []
+            for read, owner in self._readers:
+                scalars += read(owner)
+        except (KeyError, AttributeError) as error:
+            gone = [name for registry, name in self._registered if registry.get(name) is None] or [str(error)]
             raise ApplyError(
-                f"segment {self._where}: {', '.join(self._gone())} is gone since the plan was applied (pruning, "
-                "weight_norm?); call remove() before such a change and make the plan again"
+                f"segment {self._where}: {', '.join(gone)} is gone since the plan was applied (pruning, weight_norm?); "
+                "call remove() before such a change and make the plan again"
             ) from None
+        # Plain data may have given way to something whose == does anything.
+        state += scalars if _SCALARS.issuperset(map(type, scalars)) else map(_told, scalars)
+        if self._owners:
+            state += [_contents(getattr(owner, name, None)) for _, owner, name in self._owners]
+        if self._containers:
+            state += [_contents(container) for _, container in self._containers]
+        if self._objects:
+            state += [_identity(getattr(owner, name, None)) for _, owner, name in self._objects]
+        # One list stands for all dictionaries, and is made anew only when one of them changes.
+        if self._dictionaries != self._known:
+            self._known = [dictionary.copy() for dictionary in self._dictionaries]
+        state.append(self._known)
         return state
 
-    def _gone(self) -> list[str]:
-        scalars = [(module, name) for module, names in self._scalars for name in names]
-        kept = chain(self._tensors, scalars, self._containers, self._objects)
-        lost = [self._path(module, name) for module, name in kept if not hasattr(module, name)]
-        return [name for registry, name in self._registered if registry.get(name) is None] + lost
-
-    def _path(self, module: nn.Module, name: str) -> str:
-        path = self._paths[module]
-        return f"{path}.{name}" if path else name
-
-    def refuse_change(self, before: State, after: State) -> None:
+    def refuse_change(self, before: State, after: State, *, broadcast: bool) -> None:
         """Refuse a replay that would not see what forward saw.
+
+        Args:
+            before: What was watched in forward.
+            after: What is watched now.
+            broadcast: Whether DDP may have copied buffers since, in place and onto themselves.
 
         Raises:
             ReplayStateError: What decides the replay's result has changed.
         """
-        change = self._changed_tensor(before, after) or self._changed_setting(before, after)
+        change = self._changed_tensor(before, after, broadcast) or self._changed_setting(before, after)
         if change:
             raise ReplayStateError(
                 f"segment {self._where}: {change}; its replay would give wrong gradients. Run backward before the "
                 "change, or plan without this segment"
             )
 
-    def _changed_tensor(self, before: State, after: State) -> str:
+    def _changed_tensor(self, before: State, after: State, broadcast: bool) -> str:
         # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
         if is_sharded(self._root):
             return ""
@@ -147,7 +174,7 @@ class Watched:
             if was[0] != now[0]:
                 why = "weights substituted by functional_call or a parametrization are gone"
                 return f"{kind} {path!r} is another tensor ({why})"
-            if was[1] != now[1] and not (kind == "buffer" and _buffers_are_broadcast()):
+            if was[1] != now[1] and not (kind == "buffer" and broadcast):
                 why = " (an optimizer step between forward and backward?)" if kind == "parameter" else ""
                 return f"{kind} {path!r} was changed in place{why}"
             if was[2] != now[2]:
@@ -155,34 +182,56 @@ class Watched:
         return ""
 
     def _changed_setting(self, before: State, after: State) -> str:
-        was, now = self._settings(before), self._settings(after)
-        for path in {**was, **now}:
-            if path not in was or path not in now or was[path] != now[path]:
-                return f"attribute {path!r} is {_short(now.get(path))}, {_short(was.get(path))} in forward"
-        return ""
-
-    def _settings(self, state: State) -> dict[str, object]:
-        """Return attributes of plain data by path."""
-        values = iter(state[3 * len(self._names) :])
-        found: dict[str, object] = {}
-        for module, names in self._scalars:
-            read = next(values)
-            found.update(
-                zip([self._path(module, name) for name in names], read if len(names) > 1 else (read,), strict=True)
-            )
-        found.update((self._path(module, name), next(values)) for module, name in self._containers)
-        for module, name in self._objects:
-            found.update((f"{self._path(module, name)}.{key}", value) for key, value in next(values).items())
-        return found
+        first = 3 * len(self._names)
+        paths = [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
+        for path, was, now in zip(paths, before[first:-1], after[first:-1], strict=True):
+            if was != now:
+                difference = "was changed" if isinstance(now, _Told) else f"is {_short(now)}, {_short(was)} in forward"
+                return f"attribute {path!r} {difference}"
+        return "" if before[-1] == after[-1] else "a child or a forward hook of its modules came, went or was replaced"
 
 
-def _is_plain(value: object, depth: int) -> bool:
-    if isinstance(value, _SCALARS):
-        return True
-    if not depth or not isinstance(value, (tuple, list, dict, set, frozenset)):
+class _Told(tuple[Any, ...]):
+    """Tell a value by what can be compared safely."""
+
+    __slots__ = ()
+
+
+def _told(value: object) -> object:
+    return value if type(value) in _SCALARS else _Told((id(value),))
+
+
+def _identity(value: object) -> object:
+    """Tell an object by identity, a tensor by its version too."""
+    if isinstance(value, torch.Tensor):
+        return _Told((id(value), 0 if value.is_inference() else value._version, value.requires_grad))
+    return _told(value)
+
+
+def _contents(value: object) -> object:
+    """Tell a container by its items: plain ones by value, tensors and objects by identity."""
+    if not isinstance(value, _CONTAINERS):
+        return _identity(value)
+    if len(value) > _ITEMS:
+        return _Told((id(value), len(value)))
+    if isinstance(value, dict):
+        items = cast("dict[Any, object]", value)
+        return {key if type(key) in _SCALARS else id(key): _identity_in(item) for key, item in items.items()}
+    told = [_identity_in(item) for item in cast("list[object]", value)]
+    return set(told) if isinstance(value, (set, frozenset)) else told
+
+
+def _identity_in(item: object) -> object:
+    # A container inside is watched by itself.
+    return type(item) if isinstance(item, _CONTAINERS) else _identity(item)
+
+
+def _is_settings(value: object, attributes: dict[str, object]) -> bool:
+    """Return whether an object is a configuration or the like: most of what it holds is plain data."""
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or len(attributes) > _ITEMS:
         return False
-    items = cast("dict[object, object]", value).values() if isinstance(value, dict) else cast("list[object]", value)
-    return len(items) <= _ITEMS and all(_is_plain(item, depth - 1) for item in items)
+    plain = sum(type(item) in _SCALARS or isinstance(item, _CONTAINERS) for item in attributes.values())
+    return plain >= 0.8 * len(attributes)
 
 
 def _is_size(module: nn.Module, value: object) -> bool:
@@ -193,9 +242,8 @@ def _is_size(module: nn.Module, value: object) -> bool:
     return all(type(size) is int for size in sizes)
 
 
-def _buffers_are_broadcast() -> bool:
-    """Return whether a buffer's version tells nothing: DDP copies all of them in place before every forward."""
-    return distributed.is_available() and distributed.is_initialized()
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _short(value: object) -> str:

@@ -26,7 +26,7 @@ class Entry:
         function: What is called.
         arguments: With what.
         gradients: Whether gradients were on.
-        autocast: What autocast was, if it was not on or off as at the tape's beginning.
+        autocast: What autocast was, if it was not as at the tape's beginning.
         outputs: The tensors it returned, by number; once the tape is closed, None for one that no later step uses, and
             empty where none is used.
         dying: The tensors that no later step uses, by number.
@@ -74,7 +74,7 @@ class Tape:
         self._detached: set[int] = set()
         # A full backward hook puts another tensor in an output's place, which may then die; its node lives on.
         self._made: dict[tuple[int, int], int] = {}
-        self._autocast = autocast_is_on()
+        self._autocast = autocast_state() if autocast_is_on() else None
         self._first_node = next_node_number()
         self.entries: list[Entry] = []
 
@@ -86,7 +86,11 @@ class Tape:
         arguments = pack_call(args, kwargs, self._slot, objects)
         if objects:
             refuse_iterators(objects, self._where)
-        autocast = None if autocast_is_on() == self._autocast else autocast_state()
+        if self._autocast is None and not autocast_is_on():
+            autocast = None
+        else:
+            autocast = autocast_state()
+            autocast = None if autocast == self._autocast else autocast
         self.entries.append(Entry(function, arguments, gradients, autocast))
 
     def finish(self, output: Any) -> None:

@@ -81,7 +81,8 @@ class Step:
         return replace(self, args=args, kwargs=kwargs)
 
     def forward(self) -> Any:
-        """Call the model."""
+        """Call the model, with no weights left that autocast cast in an earlier call."""
+        torch.clear_autocast_cache()
         return self.model(*self.args, **self.kwargs)
 
     def train(self) -> tuple[Any, torch.Tensor]:

@@ -425,6 +425,20 @@ def test_autocast_that_changes_inside_a_run_is_replayed_as_it_was(names, enabled
         assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
+def test_autocast_to_another_dtype_inside_a_run_is_replayed_as_it_was():
+    torch.manual_seed(0)
+    model, x = Islands(enabled=True).train(), torch.randn(64, 16)
+
+    def gradients():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients()
+    with apply_segments(model, [segment(*BLOCKS[:4])]):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
 def test_a_save_set_and_weights_that_autocast_has_cast_before_are_refused_with_the_way_out():
     model, x = Islands(enabled=True).train(), torch.randn(4, 16)
     kept = [segment("blocks.1", save=saved("aten.addmm.default", 0))]

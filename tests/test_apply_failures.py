@@ -4,6 +4,7 @@ import copy
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from remat.planner.apply import apply, apply_segments
@@ -148,13 +149,19 @@ def test_after_an_exception_in_forward_training_goes_on_as_before(place, fault):
 def test_after_an_exception_in_a_replay_training_goes_on_as_before(member):
     model, x = make(Failing, depth=6)
     plain = copy.deepcopy(model)
+    armed = []
+
+    def fail(*args):
+        if armed:
+            raise FaultError("in replay")
+
+    model.blocks[member].feed[1].register_forward_pre_hook(fail)
     with apply_segments(model, FAILING_PLAN):
         loss = model(x).square().mean()
-        handle = _fail(model, ("inside", member), FaultError("in replay"))
+        armed.append(True)
         with pytest.raises(FaultError, match="in replay"):
             loss.backward()
-        model.fail_at = None
-        handle.remove()
+        armed.clear()
         assert hooks_in_force() is None
         assert_same(train_step(model, x), train_step(plain, x))
 
@@ -416,13 +423,14 @@ class Adjustable(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.p, self.active = nn.Linear(16, 16), 0.5, ["first"]
-        self.config = types.SimpleNamespace(scale=2.0, name="adjustable")
+        self.config = types.SimpleNamespace(scale=2.0, name="adjustable", rope={"factor": 1.0})
+        self.adapters, self.act = {"a": {"factor": 1.0}}, torch.tanh
         self.register_buffer("shift", torch.ones(16))
         self.gain = torch.full((16,), 3.0)
 
     def forward(self, x):
-        y = self.linear(x) * self.p * len(self.active) * self.config.scale
-        return torch.tanh(y * self.gain + self.shift)
+        y = self.linear(x) * self.p * len(self.active) * self.config.scale * self.config.rope["factor"]
+        return self.act(y * self.gain + self.shift) * self.adapters["a"]["factor"]
 
 
 CHANGES = {
@@ -431,6 +439,10 @@ CHANGES = {
     "config.scale": lambda module: setattr(module.config, "scale", 4.0),
     "shift": lambda module: module.shift.add_(1),
     "gain": lambda module: setattr(module, "gain", torch.zeros(16)),
+    "config.rope": lambda module: module.config.rope.update(factor=2.0),
+    "config": lambda module: setattr(module, "config", types.SimpleNamespace(**vars(module.config))),
+    "adapters": lambda module: module.adapters["a"].update(factor=2.0),
+    "act": lambda module: setattr(module, "act", torch.sin),
 }
 
 
@@ -492,3 +504,39 @@ def test_copies_for_data_parallel_are_refused():
             model._replicate_for_data_parallel()
     assert "_replicate_for_data_parallel" not in vars(model)
     assert type(model._replicate_for_data_parallel()) is type(model)
+
+
+@pytest.mark.parametrize("plan", [[segment("0")], [segment("0", "1")]], ids=["one call", "a run"])
+def test_a_hook_or_a_child_that_goes_between_forward_and_backward_is_noticed(plan):
+    model, x = nn.Sequential(Adjustable(), Adjustable()).train(), torch.randn(4, 16)
+    handle = model[0].linear.register_forward_hook(lambda module, args, output: output * 3)
+    with apply_segments(model, plan):
+        loss = model(x).sum()
+        handle.remove()
+        with pytest.raises(ReplayStateError, match="a child or a forward hook of its modules came, went"):
+            loss.backward()
+        loss = model(x).sum()
+        model[0].linear = nn.Linear(16, 16)
+        with pytest.raises(ReplayStateError, match="a child or a forward hook of its modules came, went"):
+            loss.backward()
+
+
+class Odd:
+    """Cannot be compared."""
+
+    def __eq__(self, other):
+        raise RuntimeError
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("value", [torch.ones(16), np.ones(16), Odd(), [torch.ones(16)], {"a": Odd()}, None])
+def test_an_attribute_may_hold_anything_that_does_not_change(value):
+    model, x = nn.Sequential(Adjustable(), Adjustable()).train(), torch.randn(4, 16)
+    model[0].other, model[0].gone = None, torch.ones(16)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for kept in ((), saved("aten.addmm.default", 0)):
+        with apply_segments(model, [segment("0", "1", save=kept)]):
+            model[0].other, model[0].gone = value, None
+            found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

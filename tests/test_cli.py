@@ -147,7 +147,7 @@ def test_compare_writes_a_table_and_a_picture(remat):
         (["plan", "--model", "factories.py:wrong_model", "--budget", "60%"], "the model is a str"),
         (["plan", "--model", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
         (["plan", "--model", "factories.py:build", "--budget", "plenty"], "cannot read the budget 'plenty'"),
-        (["plan", "--model", "factories.py:build", "--budget", "1KB"], "the smallest reachable peak is"),
+        (["plan", "--model", "factories.py:build", "--budget", "1KB"], "the smallest peak found is"),
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--solver", "x"], "unknown solver 'x'"),
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--headroom", "2"], "headroom must be a share"),
         (["plan", "--model", "factories.py:build", "--budget", "60%", "--out", "no/p.json"], "there is no folder no"),

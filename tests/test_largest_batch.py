@@ -98,7 +98,7 @@ def test_without_sizes_it_doubles_and_then_looks_around_the_best(monkeypatch):
 
 
 def test_a_budget_below_the_smallest_size_is_refused():
-    with pytest.raises(InfeasibleBudgetError, match="smallest reachable peak"):
+    with pytest.raises(InfeasibleBudgetError, match="smallest peak found"):
         largest_batch(make_batch, 1000, model=build(blocks=1)[0], sizes=(4,), solver="dp", loss=squares, repeats=0)
 
 

@@ -94,9 +94,9 @@ def switch():
 @pytest.mark.parametrize("solver", ["dp", "ilp", "all"])
 def test_a_block_whose_replay_silently_differs_is_found_and_left_out(solver):
     model, x = switch()
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     blind = least(planner, solver, check=False)
-    assert not verify(model, x, blind, loss=mean_square, repeats=0).exact
+    assert not verify(model, x, blind, loss=lambda out: out.square().mean(), repeats=0).exact
     found = least(planner, solver)
     assert found.segments
     assert verify(model, x, found, loss=mean_square, steps=2, repeats=0).exact
@@ -106,35 +106,35 @@ def test_a_block_whose_replay_silently_differs_is_found_and_left_out(solver):
 
 def test_what_was_found_for_one_budget_holds_for_the_next():
     model, x = switch()
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     least(planner)
     again = planner.plan("85%", solver="dp")
-    assert verify(model, x, again, loss=mean_square, repeats=0).exact
+    assert verify(model, x, again, loss=lambda out: out.square().mean(), repeats=0).exact
 
 
 def test_state_that_moves_on_with_every_call_is_not_blamed_on_a_plan():
     model, x = chain(None, alternating(1000), None)
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     found = least(planner)
     assert any("does not repeat itself" in note for note in found.notes)
 
 
 def test_a_model_that_replays_exactly_keeps_its_plan():
     model, x = chain(None, one_twisted(), None)
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     assert least(planner, check=True).segments == least(planner, check=False).segments
 
 
 def test_a_step_that_does_not_fit_is_not_run_and_the_plan_says_so(monkeypatch):
     model, x = chain(None, None, None)
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     monkeypatch.setattr("remat.planner.trial.fits", lambda nbytes, device: False)
     assert any("was not compared" in note for note in least(planner).notes)
 
 
 def test_the_unmodified_step_is_run_once_for_all_plans(monkeypatch):
     model, x = chain(None, None, None)
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     runs = []
     monkeypatch.setattr(type(planner.session.step), "train", counting(type(planner.session.step).train, runs))
     planner.plan("85%", solver="dp")
@@ -153,7 +153,7 @@ def counting(function, runs):
 
 def test_without_a_check_no_real_step_is_run(monkeypatch):
     model, x = chain(None, None, None)
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     monkeypatch.setattr(Trials, "check", None)
     assert planner.plan("85%", solver="dp", check=False).segments
 
@@ -166,7 +166,7 @@ def test_a_plan_function_passes_check_on(monkeypatch):
 
 def test_the_trial_leaves_the_model_and_the_random_state_as_they_were():
     model, x = switch()
-    planner = Planner.of(model, x, loss=mean_square, repeats=0)
+    planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
     state, before = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
     python = random.getstate()
     least(planner)
@@ -174,3 +174,15 @@ def test_the_trial_leaves_the_model_and_the_random_state_as_they_were():
     assert random.getstate() == python
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_made_and_run_inside_an_autocast_context_is_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6))).train()
+    batch = torch.randn(1024, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = plan(model, batch, "80%", solver="dp", loss=lambda out: out.square().mean())
+        assert found.segments
+        verified = verify(model, batch, found, loss=lambda out: out.square().mean(), repeats=0)
+    assert verified.exact
+    assert verified.within_budget
