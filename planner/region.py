@@ -34,19 +34,8 @@ class Region:
     """
 
     __slots__ = (
-        *(
-            "_ambient",
-            "_broadcast",
-            "_counts",
-            "_flags",
-            "_generator",
-            "_held",
-            "_inputs",
-            "_pictures",
-            "_state",
-            "_versions",
-        ),
-        *("outer", "segment", "session", "sessions"),
+        *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures"),
+        *("_state", "_told", "_versions", "outer", "segment", "session", "sessions"),
     )
 
     def __init__(self, sessions: Sessions, session: Session, segment: Segment, inputs: Inputs) -> None:
@@ -97,7 +86,7 @@ class Region:
         assert stopped
         assert inputs is not None
         self._check_inputs(inputs)
-        self._state = self.segment.watched.now()
+        self._state, self._told = self.segment.watched.now()
         self._broadcast = in_ddp_forward()
 
     def abandon(self) -> None:
@@ -141,7 +130,7 @@ class Region:
                 f"segment {self.segment.where}: backward came while its forward was still running (autograd.grad in "
                 "the loop around it?); plan again with the loss as it is now, or without this segment"
             )
-        state = self.segment.watched.now()
+        state, _ = self.segment.watched.now()
         if state != self._state:
             self.segment.watched.refuse_change(self._state, state, broadcast=self._broadcast)
         flags = list(map(_training, self.segment.modules))

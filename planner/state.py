@@ -113,8 +113,11 @@ class Watched:
                 self._containers.append((path, item))
                 self._watch_inside(path, item, seen, depth - 1)
 
-    def now(self) -> State:
-        """Return what is watched, as it is now; equal states are equal lists.
+    def now(self) -> tuple[State, list[Any]]:
+        """Return what is watched, as it is now, and the tensors and objects that it tells by identity.
+
+        Equal states are equal lists. Who compares a state later keeps the objects until then: another one could take
+        the identity of one that is gone.
 
         Raises:
             ApplyError: Something was taken away.
@@ -139,12 +142,15 @@ class Watched:
         if self._containers:
             state += [_contents(container) for _, container in self._containers]
         if self._objects:
-            state += [_identity(getattr(owner, name, None)) for _, owner, name in self._objects]
+            objects = [getattr(owner, name, None) for _, owner, name in self._objects]
+            state += map(_identity, objects)
+            # A tensor with a graph behind it is let go: it would keep the graph's memory.
+            tensors += [value for value in objects if getattr(value, "grad_fn", None) is None]
         # One list stands for all dictionaries, and is made anew only when one of them changes.
         if self._dictionaries != self._known:
             self._known = [dictionary.copy() for dictionary in self._dictionaries]
         state.append(self._known)
-        return state
+        return state, tensors
 
     def refuse_change(self, before: State, after: State, *, broadcast: bool) -> None:
         """Refuse a replay that would not see what forward saw.
@@ -186,8 +192,7 @@ class Watched:
         paths = [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
         for path, was, now in zip(paths, before[first:-1], after[first:-1], strict=True):
             if was != now:
-                difference = "was changed" if isinstance(now, _Told) else f"is {_short(now)}, {_short(was)} in forward"
-                return f"attribute {path!r} {difference}"
+                return f"attribute {path!r} is {_short(now)}, {_short(was)} in forward"
         return "" if before[-1] == after[-1] else "a child or a forward hook of its modules came, went or was replaced"
 
 
@@ -195,6 +200,9 @@ class _Told(tuple[Any, ...]):
     """Tell a value by what can be compared safely."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<object {self[0]:#x}>"
 
 
 def _told(value: object) -> object:

@@ -444,6 +444,10 @@ CHANGES = {
     "adapters": lambda module: module.adapters["a"].update(factor=2.0),
     "act": lambda module: setattr(module, "act", torch.sin),
 }
+AGAIN = {
+    "shift": lambda module: module.register_buffer("shift", torch.zeros(16)),
+    "gain": lambda module: setattr(module, "gain", torch.zeros(16)),
+}
 
 
 @pytest.mark.parametrize("plan", [[segment("0")], [segment("0", "1")]], ids=["one call", "a run"])
@@ -457,6 +461,17 @@ def test_what_changes_between_two_forwards_and_their_joint_backward_is_noticed(n
         with pytest.raises(ReplayStateError, match=rf"'0\.{name}' (is|was).*Run backward before the change"):
             (first + second).backward()
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_tensor_that_takes_the_place_of_one_that_is_gone_is_noticed(name):
+    model, x = nn.Sequential(Adjustable(), Adjustable()).train(), torch.randn(4, 16)
+    with apply_segments(model, [segment("0")]):
+        loss = model(x).sum()
+        delattr(model[0], name)
+        AGAIN[name](model[0])
+        with pytest.raises(ReplayStateError, match=rf"'0\.{name}' is"):
+            loss.backward()
 
 
 def test_an_attribute_replaced_by_an_equal_one_is_no_change():
