@@ -272,7 +272,8 @@ def without_save_sets(planner: Planner) -> Bridge:
 
 def replace_bridge(planner: Planner, bridge: Bridge) -> Planner:
     """Return a planner over the same step with another bridge."""
-    return replace(planner, profile=bridge.profile, bridge=bridge)
+    search = replace(planner.search, profile=bridge.profile, bridge=bridge)
+    return replace(planner, profile=bridge.profile, bridge=bridge, search=search)
 
 
 def recut(planner: Planner, stage_share: float) -> Planner:
