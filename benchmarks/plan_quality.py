@@ -272,8 +272,7 @@ def without_save_sets(planner: Planner) -> Bridge:
 
 def replace_bridge(planner: Planner, bridge: Bridge) -> Planner:
     """Return a planner over the same step with another bridge."""
-    search = replace(planner.search, profile=bridge.profile, bridge=bridge)
-    return replace(planner, profile=bridge.profile, bridge=bridge, search=search)
+    return replace(planner, search=replace(planner.search, profile=bridge.profile, bridge=bridge))
 
 
 def recut(planner: Planner, stage_share: float) -> Planner:

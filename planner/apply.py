@@ -239,6 +239,7 @@ class _Binding:
         segment = Segment(
             where=where,
             calls=calls,
+            modules=list(inside),
             watched=Watched(self._root, where, inside, restored=buffers, called=called),
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,

@@ -151,13 +151,12 @@ class Loop:
     def end_call(self, output: Any) -> None:
         """Record what the member returned, and end the runs it was the last member of."""
         self.in_member = False
-        ends = -1
-        for position, run in enumerate(self.runs):
+        for run in self.runs:
             run.tape.finish(output)
-            if ends < 0 and run.segment.calls[-1] == self.call:
-                ends = position
-        if ends >= 0:
-            self.leave_from(ends)
+        for position, run in enumerate(self.runs):
+            if run.segment.calls[-1] == self.call:
+                self.leave_from(position)
+                break
 
     def leave_from(self, position: int) -> None:
         """End the runs from a position on, the innermost first."""

@@ -171,24 +171,16 @@ class Planner:
     """Hold one profiled step, from which any number of budgets can be planned.
 
     Attributes:
-        profile: The recorded step, one rank's part of it where there are several.
-        whole: The recorded step of the whole model.
-        bridge: Its stages and candidates.
-        session: The step, ready to be recorded.
+        search: The profiled step, and what finds plans for it.
         optimizer: Name of the optimizer counted, or "".
         trials: Runs plans for real to see that they compute the same.
         units: Paths of the modules that are sharded on their own.
-        search: Finds plans; planned steps are recorded as the unplanned one was.
     """
 
-    profile: Profile
-    whole: Profile
-    bridge: Bridge
-    session: Session
+    search: Search
     optimizer: str
     trials: Trials
     units: tuple[str, ...]
-    search: Search
 
     @staticmethod
     def of(
@@ -237,7 +229,27 @@ class Planner:
         name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
         trials = Trials(session.reference)
         search = Search(recorded, whole, bridge, session, sharding)
-        return Planner(recorded, whole, bridge, session, name, trials, tuple(paths), search)
+        return Planner(search, name, trials, tuple(paths))
+
+    @property
+    def profile(self) -> Profile:
+        """Return the recorded step, one rank's part of it where there are several."""
+        return self.search.profile
+
+    @property
+    def whole(self) -> Profile:
+        """Return the recorded step of the whole model."""
+        return self.search.whole
+
+    @property
+    def bridge(self) -> Bridge:
+        """Return the step's stages and candidates."""
+        return self.search.bridge
+
+    @property
+    def session(self) -> Session:
+        """Return the step, ready to be recorded."""
+        return self.search.session
 
     @property
     def ranks(self) -> int:

@@ -63,6 +63,7 @@ class Segment:
         *,
         where: str,
         calls: tuple[CallKey, ...],
+        modules: list[nn.Module],
         watched: Watched,
         inside: Level,
         save: SaveSet | None,
@@ -79,7 +80,7 @@ class Segment:
         self.buffers = buffers
         # Key of the module in whose loop a run must end at the latest.
         self.scope = scope
-        self.modules = watched.modules
+        self.modules = modules
         self.watched = watched
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .errors import ApplyError, ReplayStateError
-from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of
+from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of, versions_of
 
 State = list[Any]
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
@@ -36,14 +36,11 @@ class Watched:
         modules: All modules of the segment, with their paths.
         restored: Buffers that a replay is given as forward saw them.
         called: The modules that a replay calls, hooks and all.
-
-    Attributes:
-        modules: The modules.
     """
 
     __slots__ = (
         *("_containers", "_dictionaries", "_known", "_names", "_objects", "_owners", "_readers", "_registered"),
-        *("_root", "_scalars", "_where", "modules"),
+        *("_root", "_scalars", "_where"),
     )
 
     def __init__(
@@ -56,7 +53,6 @@ class Watched:
     ) -> None:
         self._root = root
         self._where = where
-        self.modules = list(modules)
         self._registered: list[tuple[dict[str, Any], str]] = []
         # Kind and path of every registered tensor.
         self._names: list[tuple[str, str]] = []
@@ -212,7 +208,7 @@ def _told(value: object) -> object:
 def _identity(value: object) -> object:
     """Tell an object by identity, a tensor by its version too."""
     if isinstance(value, torch.Tensor):
-        return _Told((id(value), 0 if value.is_inference() else value._version, value.requires_grad))
+        return _Told((id(value), *versions_of([value]), value.requires_grad))
     return _told(value)
 
 

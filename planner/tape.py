@@ -86,35 +86,28 @@ class Tape:
         arguments = pack_call(args, kwargs, self._slot, objects)
         if objects:
             refuse_iterators(objects, self._where)
-        if self._autocast is None and not autocast_is_on():
-            autocast = None
-        else:
-            autocast = autocast_state()
-            autocast = None if autocast == self._autocast else autocast
+        now = autocast_state() if self._autocast is not None or autocast_is_on() else None
+        autocast = None if now == self._autocast else now
         self.entries.append(Entry(function, arguments, gradients, autocast))
 
     def finish(self, output: Any) -> None:
         """Number the output tensors of the last recorded step."""
         entry = self.entries[-1]
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-            known = self._known.get(id(tensor))
-            if known is not None and known[0]() is tensor:
-                number = known[1].number
-            else:
-                number = self._remember(tensor).number
+            slot = self._find(tensor)
+            if slot is None:
+                slot = self._remember(tensor)
                 node = tensor.grad_fn
                 if node is not None:
-                    self._made[node_number(node), tensor.output_nr] = number
+                    self._made[node_number(node), tensor.output_nr] = slot.number
                 elif not entry.gradients:
-                    self._detached.add(number)
-            entry.outputs.append(number)
+                    self._detached.add(slot.number)
+            entry.outputs.append(slot.number)
 
     def is_external(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was made outside the tape."""
-        known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            return True
-        return known[1].number < self._inputs or known[1].number in self._captured
+        slot = self._find(tensor)
+        return slot is None or slot.number < self._inputs or slot.number in self._captured
 
     def close(self) -> None:
         """Forget which tensors the numbers stood for; nothing is recorded after this."""
@@ -153,17 +146,19 @@ class Tape:
                 values[number] = None
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        known = self._known.get(id(tensor))
-        # An id can come back after its tensor died; the weak reference tells.
-        if known is None or known[0]() is not tensor:
+        slot = self._find(tensor)
+        if slot is None:
             slot = self._capture_outside(tensor)
-        elif self._detached and known[1].number in self._detached and tensor.requires_grad:
+        elif slot.number in self._detached and tensor.requires_grad:
             # A custom function computes without gradients and joins the graph afterwards; only the first was seen.
             slot = self._behind_hook(tensor, tensor.grad_fn)
-        else:
-            slot = known[1]
         self._last_use[slot.number] = len(self.entries)
         return slot
+
+    def _find(self, tensor: torch.Tensor) -> Slot | None:
+        known = self._known.get(id(tensor))
+        # An id can come back after its tensor died; the weak reference tells.
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def _remember(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(len(self._last_use))
