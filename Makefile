@@ -3,12 +3,12 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench gpu-check clean
+.PHONY: help demo test test-all check bench gpu-check clean
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
 WHEEL := .venv/.wheel
-SOURCES := $(shell find planner profiler solvers -name '*.py' -o -name '*.html' -o -name py.typed)
+SOURCES := $(shell find package planner profiler solvers -name '*.py' -o -name '*.html' -o -name py.typed)
 BENCHMARKS ?= accuracy plan_quality planning_time apply_cost peers solver_scale checkmate largest_batch
 # The first of these that is Python 3.11 or newer; `make PYTHON=/path/to/python test` takes another.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
@@ -17,6 +17,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 help:
 	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in a few minutes'
 	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
+	@echo 'make test-all   the same with the sweeps that take long'
 	@echo 'make bench      run the benchmarks (hours), or one: make bench BENCHMARKS=accuracy'
 	@echo 'make gpu-check  compare predictions with a CUDA device, where there is one'
 	@echo 'make clean      remove .venv and everything built'
@@ -27,6 +28,9 @@ demo: $(WHEEL)
 # Small models gain nothing from a second thread, so the tests share the cores among processes instead.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST)
+
+test-all: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup -m 'slow or not slow' $(PYTEST)
 
 check: $(WHEEL)
 	$(BIN)/ruff check .

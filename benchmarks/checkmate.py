@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pulp
 from remat.solvers import SOLVERS, BudgetTooSmallError, Problem, Segment, simulate
-from remat.solvers.backends import run_highs
+from remat.solvers.integer.backends import run_highs
 
 SCALE = 1000.0
 """What the room and the forward's time are scaled to in the programme."""

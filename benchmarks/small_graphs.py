@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from remat.planner.host import HostCosts
-from remat.planner.problem import Bridge
+from remat.planner.bridge.problem import Bridge
 from remat.profiler import Profile
+from remat.profiler.host import HostCosts
 from remat.profiler.records import Operator as Call
 from remat.profiler.records import StageSpan, Storage
 from remat.solvers import Candidate, Operator, Problem, Stage, Tensor

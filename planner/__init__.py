@@ -1,12 +1,12 @@
 """Plan where to checkpoint, apply it to a model, verify it."""
 
-from .apply import Applied, apply
+from .applier.apply import Applied, apply
 from .budget import BudgetError
 from .compare import Comparison, compare
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
+from .finding.planning import Planner, plan
 from .largest_batch import BatchSearch, largest_batch
 from .plan import Plan
-from .planning import Planner, plan
 from .verify import Verification, verify
 
 __all__ = [

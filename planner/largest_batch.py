@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from ..profiler.step import Loss
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
+from .finding.planning import Planner, check_solver
 from .plan import Plan
-from .planning import Planner, check_solver
 from .verify import Verification, verify
 
 LARGEST = 1 << 20

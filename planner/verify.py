@@ -17,11 +17,11 @@ from ..profiler.profiling import CUDA_GRANULARITY
 from ..profiler.results import Arm, Difference, Results, run_steps, written_in_forward
 from ..profiler.step import Loss, Step
 from ..profiler.timing import timed_ns, train_once
-from .apply import apply_segments, check_subject, unplanned
+from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
+from .finding.planning import silent
 from .plan import Plan
-from .planning import silent
 
 _TOO_LARGE = "the unmodified model does not fit"
 

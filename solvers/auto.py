@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from . import dp, dp_nested, ilp
+from .chain import dp, dp_nested
 from .errors import BudgetTooSmallError
+from .integer import ilp
 from .problem import Problem
 from .solution import Solution, Status
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from . import auto, dp, dp_nested, every_block, greedy, ilp, keep_everything, sqrt, uniform
+from . import auto, every_block, greedy, keep_everything, sqrt, uniform
+from .chain import dp, dp_nested
+from .integer import ilp
 from .problem import Problem
 from .solution import Solution
 

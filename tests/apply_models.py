@@ -5,7 +5,7 @@ import dataclasses
 from contextlib import contextmanager
 
 import torch
-from remat.planner.apply import apply_segments
+from remat.planner.applier.apply import apply_segments
 from remat.planner.plan import Call, PlannedSegment, SavedOperator
 from torch import nn
 from torch.nn import functional

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from remat.planner.apply import apply_segments
+from remat.planner.applier.apply import apply_segments
 from remat.planner.errors import ApplyError
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from remat.planner.apply import apply_segments
+from remat.planner.applier.apply import apply_segments
 from remat.planner.errors import ReplayStateError
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

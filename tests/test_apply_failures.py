@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from remat.planner.apply import apply, apply_segments
+from remat.planner.applier.apply import apply, apply_segments
 from remat.planner.errors import ApplyError, PlanMismatchError, ReplayStateError
 from remat.planner.fingerprint import Fingerprint
 from remat.planner.plan import Plan

@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from remat.planner import internals
+from remat.planner.applier import internals
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from remat.planner.apply import apply_segments
+from remat.planner.applier.apply import apply_segments
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

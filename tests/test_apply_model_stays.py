@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from remat.planner.apply import apply, apply_segments
+from remat.planner.applier.apply import apply, apply_segments
 from remat.planner.errors import ApplyError, ReplayStateError
 from remat.planner.plan import Plan
 from torch import nn

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from remat.planner import Plan
-from remat.planner.cli import main
+from remat.planner.show.cli import main
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from remat.planner import InfeasibleBudgetError, Plan, apply
-from remat.planner.planning import Planner
+from remat.planner.finding.planning import Planner
 from torch import nn
 
 RANKS = 2

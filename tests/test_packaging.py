@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("planner", "profiler", "solvers")
+FOLDERS = {"package": "remat", "planner": "remat.planner", "profiler": "remat.profiler", "solvers": "remat.solvers"}
+"""The folders at the root, and the packages they are installed as."""
 DATA = (".html", "py.typed")
 
 
@@ -20,6 +21,12 @@ def pyproject() -> dict:
 
 def package_folders() -> list[Path]:
     return [init.parent.relative_to(ROOT) for top in FOLDERS for init in sorted((ROOT / top).rglob("__init__.py"))]
+
+
+def installed(path: Path) -> str:
+    """Return a path of the tree as a path in the wheel."""
+    top, *rest = path.relative_to(ROOT).parts
+    return "/".join([*FOLDERS[top].split("."), *rest])
 
 
 def run_python(code: str) -> str:
@@ -45,17 +52,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_packages_listed_are_the_folders_that_exist():
     setuptools = pyproject()["tool"]["setuptools"]
-    names = {"remat." + ".".join(folder.parts): str(folder) for folder in package_folders()}
+    names = [installed(ROOT / folder).replace("/", ".") for folder in package_folders()]
     assert sorted(setuptools["packages"]) == sorted(names)
-    assert setuptools["package-dir"] == {f"remat.{name}": name for name in FOLDERS}
+    assert setuptools["package-dir"] == {package: folder for folder, package in FOLDERS.items()}
 
 
 def test_the_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile):
     files = [path for top in FOLDERS for path in (ROOT / top).rglob("*") if path.is_file()]
-    wanted = {f"remat/{path.relative_to(ROOT)}" for path in files if path.suffix == ".py" or path.name.endswith(DATA)}
+    wanted = {installed(path) for path in files if path.suffix == ".py" or path.name.endswith(DATA)}
     packed = {name for name in wheel.namelist() if name.startswith("remat/")}
     assert wanted == packed
-    assert {f"remat/{name}/py.typed" for name in FOLDERS} <= packed
+    assert {installed(ROOT / name / "py.typed") for name in FOLDERS} <= packed
 
 
 def test_no_file_of_a_package_is_of_a_kind_that_the_wheel_leaves_out():
@@ -84,6 +91,12 @@ def test_a_users_own_profiler_file_is_not_in_the_way(tmp_path: Path):
     (tmp_path / "script.py").write_text("from remat.profiler import profile\nprint(profile.__module__)\n")
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "remat.profiler.profiling", done.stderr
+
+
+def test_importing_the_face_imports_no_torch_until_a_name_is_used():
+    loaded = "'torch' in sys.modules"
+    code = f"import remat, sys; print(remat.__version__, {loaded}, callable(remat.plan), {loaded})"
+    assert run_python(code).split()[1:] == ["False", "True", "True"]
 
 
 def test_importing_the_planner_prints_nothing_and_draws_nothing():

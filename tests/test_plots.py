@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from remat.planner.plan import Call, Plan, PlannedSegment, SavedOperator
-from remat.planner.plots import memory_over_time, module_memory, peak_against_overhead
-from remat.planner.strip import plan_strip
-from remat.planner.timeline import TREATMENTS, group_paths, memory_by_module, plan_by_stage, step_timeline
+from remat.planner.show.plots import memory_over_time, module_memory, peak_against_overhead
+from remat.planner.show.strip import plan_strip
+from remat.planner.show.timeline import TREATMENTS, group_paths, memory_by_module, plan_by_stage, step_timeline
 
 from .small_step import small_comparison
 

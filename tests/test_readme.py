@@ -1,7 +1,6 @@
 """The README's examples run as they stand, and its lists are those of the tree."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,34 +10,18 @@ from remat.solvers import SOLVERS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("planner", "profiler", "solvers")
+FOLDERS = ("package", "planner", "profiler", "solvers")
 
 
 def python_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def listed_files() -> list[str]:
+def listed_folders() -> list[str]:
     tree = README.split("<!-- tree:begin -->")[1].split("<!-- tree:end -->")[0]
-    folder, listed = "", []
-    for line in tree.strip().splitlines()[1:-1]:
-        name, _, phrase = line.strip().partition(" ")
-        assert phrase.strip(), f"no phrase for {name}"
-        if name.endswith("/"):
-            folder = name
-        else:
-            listed.append(folder + name)
-    return listed
-
-
-def files_of_the_packages() -> set[str]:
-    """Return the tracked files, or those that exist where the tests run outside a git checkout."""
-    if shutil.which("git") and (ROOT / ".git").exists():
-        done = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True)
-        found = {name for name in done.stdout.split() if (ROOT / name).exists()}
-    else:
-        found = {str(path.relative_to(ROOT)) for top in FOLDERS for path in (ROOT / top).rglob("*")}
-    return {name for name in found if name.endswith((".py", ".html"))}
+    lines = [line.partition(" ") for line in tree.strip().splitlines()[1:-1]]
+    assert all(phrase.strip() for _, _, phrase in lines)
+    return [folder for folder, _, _ in lines]
 
 
 def test_there_is_an_example():
@@ -57,14 +40,17 @@ def test_every_python_block_of_the_readme_runs(number: int, tmp_path: Path):
     assert (tmp_path / "plan.json").exists()
 
 
-def test_every_module_is_in_the_readmes_tree_once():
-    listed = listed_files()
+def test_every_package_is_in_the_readmes_tree_once_and_every_folder_of_it_exists():
+    listed = listed_folders()
+    packages = {f"{init.parent.relative_to(ROOT)}/" for top in FOLDERS for init in (ROOT / top).rglob("__init__.py")}
     assert len(listed) == len(set(listed))
-    assert files_of_the_packages() - set(listed) == set()
+    assert packages - set(listed) == set()
+    assert [folder for folder in listed if not (ROOT / folder).is_dir()] == []
 
 
-def test_every_file_of_the_readmes_tree_exists():
-    assert [name for name in listed_files() if not (ROOT / name).is_file()] == []
+@pytest.mark.parametrize("path", sorted(p for top in FOLDERS for p in (ROOT / top).rglob("*.py")), ids=lambda p: p.stem)
+def test_every_file_begins_with_a_line_that_says_what_it_is(path: Path):
+    assert re.match(r'"""\S.{10,}', path.read_text())
 
 
 def test_every_solver_is_in_the_readmes_table():

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 from remat.planner.budget import format_bytes
-from remat.planner.factory import Subject
-from remat.planner.report import report_html, write_report
+from remat.planner.show.factory import Subject
+from remat.planner.show.report import report_html, write_report
 
 from .small_step import BUDGETS, SOLVERS, small_comparison, squares
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from remat.planner import InfeasibleBudgetError, Plan, apply, plan, verify
-from remat.planner.planning import Planner
-from remat.planner.timeline import step_timeline
+from remat.planner.finding.planning import Planner
+from remat.planner.show.timeline import step_timeline
 from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from remat.solvers import BudgetTooSmallError, Status, retention_graph
-from remat.solvers.dp import solve
-from remat.solvers.save_options import save_options
+from remat.solvers import BudgetTooSmallError, Status
+from remat.solvers.chain import retention_graph
+from remat.solvers.chain.dp import solve
+from remat.solvers.chain.save_options import save_options
 
 from .instances import random_graph, with_budget, with_negative_extras
 from .oracle import flat_oracle

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from remat.solvers import BudgetTooSmallError, Status, dp, ilp
+from remat.solvers import BudgetTooSmallError, Status
+from remat.solvers.chain import dp
+from remat.solvers.integer import ilp
 
 from . import test_solver_dp
 from .instances import random_chain, random_graph, with_budget, with_negative_extras

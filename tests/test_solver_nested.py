@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from remat.solvers import BudgetTooSmallError, Status, dp, dp_nested
-from remat.solvers.save_options import save_options
+from remat.solvers import BudgetTooSmallError, Status
+from remat.solvers.chain import dp, dp_nested
+from remat.solvers.chain.save_options import save_options
 
 from .instances import random_chain, random_graph, with_budget, with_negative_extras
 from .oracle import nested_oracle

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, plan, verify
-from remat.planner.planning import Planner
-from remat.planner.trial import Trials
+from remat.planner.finding.planning import Planner
+from remat.planner.finding.trial import Trials
 from torch import nn
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, verify
-from remat.planner.planning import Planner
+from remat.planner.finding.planning import Planner
 
 from .zoo import ZOO
 

@@ -1,0 +1,1 @@
+"""Put a plan onto a model and replay its segments exactly; knows models and plans, not budgets, profiles or solvers."""

@@ -1,0 +1,328 @@
+"""What a planned module carries: objects that stand at its calls and begin and end segments there.
+
+They are objects, not closures, and refer to their model: a deep copy or an unpickled copy of the model gets its own,
+which run the copy's weights. A copy of a part of the model without its root runs as if it had no plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from ..errors import ApplyError
+from .internals import (
+    CALL_METHOD,
+    REPLICATE_METHOD,
+    children_of,
+    compiler_callback,
+    forward_hook_registries,
+    uncompiled,
+)
+from .loop import begin_runs
+from .packing import Inputs
+from .region import OneCall
+from .session import Level, Session, Sessions
+from .traced import Traced, TracedCall, TracedFirst
+
+# Hooks that may run in replays too: fully_shard's, which gather parameters, transformers' own, and the recorder's.
+_AGAIN = ("torch.distributed", "transformers.", "remat.profiler")
+
+
+class Planned:
+    """The planned model that the objects at its modules share.
+
+    Attributes:
+        root: The model.
+        training: The root's training flag with which the plan is in force.
+        sessions: The state of each thread.
+        applied: What apply returned: found here, so that a copy of the model has its own.
+        begins: The first calls of all segments, of whatever level.
+    """
+
+    def __init__(self, root: nn.Module, training: bool, top: Level, replayed: dict[nn.Module, str]) -> None:
+        self.root = root
+        self.training = training
+        self.sessions = Sessions(top)
+        self.applied: Any = None
+        self.begins = top.all_begins()
+        # Dictionaries of modules and copies of them: compared as a whole, many times faster than by a walk.
+        self._children = [children_of(module) for module in root.modules()]
+        self._expected = [children.copy() for children in self._children]
+        self._checkpointing = [module for module in root.modules() if hasattr(module, "gradient_checkpointing")]
+        # Each path twice, once for the hooks and once for the pre-hooks.
+        self._replayed = [path for path in replayed.values() for _ in range(2)]
+        self._hooks = [hooks for module in replayed for hooks in forward_hook_registries(module)]
+        self._known_hooks = [hooks.copy() for hooks in self._hooks]
+
+    def in_force(self, session: Session) -> bool:
+        """Return whether a forward or replay that begins now is to be checkpointed."""
+        return torch.is_grad_enabled() and (
+            session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
+        )
+
+    def check_model(self) -> None:
+        """Refuse a model that is not as it was when the plan was applied; runs once a forward.
+
+        Raises:
+            ApplyError: A module was added, taken away or replaced, or does its own checkpointing now.
+        """
+        if self._children != self._expected:
+            raise ApplyError(
+                "a module was added, removed or replaced after the plan was applied, and replays would run the old "
+                "ones: call remove() before such a change and apply the plan, or a new one, afterwards"
+            )
+        if any(module.gradient_checkpointing is True for module in self._checkpointing):
+            raise ApplyError(
+                "the model's own gradient checkpointing was switched on after the plan was applied, and the two do not "
+                "stack: call model.gradient_checkpointing_disable(), or remove() the plan"
+            )
+        if self._hooks != self._known_hooks:
+            self._warn_of_hooks()
+
+    def _warn_of_hooks(self) -> None:
+        """Warn, once for each, of hooks that came after the plan and that a replay runs a second time."""
+        for path, known, now in zip(self._replayed, self._known_hooks, self._hooks, strict=True):
+            names = [getattr(hook, "__module__", None) or "" for key, hook in now.items() if key not in known]
+            if any(not name.startswith(_AGAIN) for name in names):
+                warnings.warn(
+                    f"module {path!r} got a forward hook after the plan was applied and is inside a segment: a replay "
+                    "runs the hook a second time. Register hooks before planning, and the plan leaves such modules out",
+                    stacklevel=2,
+                )
+        self._known_hooks = [hooks.copy() for hooks in self._hooks]
+
+    def traced_in_force(self) -> bool:
+        """Return whether a call traced now is to be checkpointed."""
+        return torch.is_grad_enabled() and self.root.training is self.training
+
+
+class StandIn:
+    """Stand on a module instance in place of a method of its class, and let go of the plan in a copy of only a part.
+
+    Args:
+        planned: The planned model.
+        key: The module's number.
+        module: The module.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(self, planned: Planned, key: int, module: nn.Module) -> None:
+        self.planned: Planned | None = planned
+        self.key = key
+        self.module = module
+        # Another tool may have put one of its own on the instance; it stays inside.
+        self.previous: Callable[..., Any] | None = module.__dict__.get(self.method)
+        module.__dict__[self.method] = self
+
+    def take_off(self) -> None:
+        """Put back what was there; where another tool has wrapped this meanwhile it stays, and only passes on."""
+        self.planned = None
+        if self.module.__dict__.get(self.method) is self:
+            del self.module.__dict__[self.method]
+            if self.previous is not None:
+                self.module.__dict__[self.method] = self.previous
+
+    def original(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method that would run without a plan."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # Looked up at each call: fully_shard exchanges a module's class after the plan is applied.
+        # Not as a bound method: the compiler would look that up on the module again and find this object.
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+    @property
+    def bound(self) -> Callable[..., Any]:
+        """What `original` runs now, as an object."""
+        return self.previous or MethodType(getattr(type(self.module), self.method), self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.bound)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__code__", "__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
+            return getattr(self.bound, name)
+        raise AttributeError(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        part = self.planned is None or id(self.planned.root) not in memo
+        for name, value in vars(self).items():
+            twin.__dict__[name] = None if name == "planned" and part else copy.deepcopy(value, memo)
+        return twin
+
+
+class PlannedForward(StandIn):
+    """Stand in for a module's forward: count the call, and run it as a segment where the plan says so.
+
+    Args:
+        planned: The planned model.
+        key: The module's number.
+        module: The module.
+        counted: Whether this counts the module's calls; a `MemberCall` does where there is one.
+        scope: Whether runs may be open in the module's own loop.
+        single: Whether segments of one call begin here.
+        traced: What to do while the compiler traces the call.
+    """
+
+    method = "forward"
+
+    def __init__(
+        self,
+        planned: Planned,
+        key: int,
+        module: nn.Module,
+        *,
+        counted: bool,
+        scope: bool,
+        single: bool,
+        traced: Traced | None,
+    ) -> None:
+        super().__init__(planned, key, module)
+        self.counted = counted
+        self.scope = scope
+        # A member's forward is then of interest to the compiler only.
+        self.passive = not (counted or scope or single)
+        self.traced = traced
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, as a segment where one is planned for this call."""
+        planned = self.planned
+        if planned is None:
+            return self.original(*args, **kwargs)
+        if is_dynamo_compiling():
+            if self.traced is None or not planned.traced_in_force():
+                return self.original(*args, **kwargs)
+            return self.traced(self.original, args, kwargs)
+        if compiler_callback():
+            if self.traced is None or not planned.traced_in_force():
+                return self.original(*args, **kwargs)
+            return _beside_compiler(self, planned.sessions, args, kwargs)
+        if self.passive:
+            return self.original(*args, **kwargs)
+        session = planned.sessions.here
+        if session.counts is not None:
+            if torch.is_grad_enabled():
+                return self._run(planned.sessions, session, args, kwargs)
+            # A call without gradients inside a forward with them counts, as it did when the step was recorded.
+            if self.counted:
+                session.counts[self.key] = session.counts.get(self.key, 0) + 1
+            return self.original(*args, **kwargs)
+        if not planned.in_force(session):
+            return self.original(*args, **kwargs)
+        if not self.scope:
+            return self._run(planned.sessions, session, args, kwargs)
+        planned.check_model()
+        session.counts = {}
+        try:
+            return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
+        finally:
+            session.counts = None
+
+    def _run(self, sessions: Sessions, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counts, index = session.counts, 0
+        if counts is not None:
+            if self.counted:
+                index = counts.get(self.key, 0)
+                counts[self.key] = index + 1
+            else:
+                index = counts.get(self.key, 1) - 1
+        call = (self.key, index)
+        loop = session.loop
+        if loop is not None and loop.leave_before(call):
+            session.loop = None
+            if loop.runs:
+                session.loop = loop
+                loop.resume()
+        segment = session.level.singles.get(call)
+        body = self._in_scope if self.scope else self.original
+        if segment is None:
+            return body(*args, **kwargs)
+        return OneCall(sessions, session, segment, Inputs(args, kwargs)).run(body, args, kwargs)
+
+    def _in_scope(self, /, *args: Any, **kwargs: Any) -> Any:
+        assert self.planned is not None
+        return self.planned.sessions.here.scoped(self.key, self.original, args, kwargs)
+
+
+@uncompiled
+def _beside_compiler(planned: PlannedForward, sessions: Sessions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what is traced elsewhere, where the compiler gave the frame up; neither it nor its replay is compiled."""
+    traced = planned.traced
+    assert traced is not None
+    if not isinstance(traced, TracedCall):
+        return traced(planned.original, args, kwargs)
+    body = functools.partial(traced.body, planned.original)
+    output = OneCall(sessions, sessions.here, traced.segment, Inputs(args, kwargs)).run(body, args, kwargs)
+    if isinstance(traced, TracedFirst):
+        traced.left = len(traced.later)
+    return output
+
+
+class MemberCall(StandIn):
+    """Stand in for what a run's member does when called, hooks and all: count the call, note it, begin and end runs."""
+
+    method = CALL_METHOD
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the member, as a step of the runs open around it."""
+        planned = self.planned
+        # The compiler has its own way with runs: see traced.py.
+        if planned is None or is_dynamo_compiling() or compiler_callback():
+            return self.original(*args, **kwargs)
+        session = planned.sessions.here
+        counts = session.counts
+        if counts is None:
+            return self.original(*args, **kwargs)
+        call = (self.key, counts.get(self.key, 0))
+        counts[self.key] = call[1] + 1
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        loop = session.loop
+        if loop is not None:
+            loop.pause()
+        if call in planned.begins:
+            loop = begin_runs(planned.sessions, loop, call, args, kwargs)
+        session.loop = None
+        if loop is None:
+            return self.original(*args, **kwargs)
+        original = self.bound
+        loop.begin_call(call, self, original, args, kwargs)
+        output = original(*args, **kwargs)
+        session.loop = loop
+        loop.end_call(output)
+        if loop.runs:
+            loop.resume()
+        else:
+            session.loop = None
+        return output
+
+
+class Replication(StandIn):
+    """Stand in for what DataParallel copies a model to another device by, and refuse."""
+
+    method = REPLICATE_METHOD
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Copy the module, if no plan is in force.
+
+        Raises:
+            ApplyError: A plan is in force: the copies would run the original's weights.
+        """
+        if self.planned is None:
+            return self.original(*args, **kwargs)
+        raise ApplyError(
+            "torch.nn.DataParallel copies a model at every step, and the copies would run the original's weights: "
+            "use DistributedDataParallel, or remove() the plan"
+        )

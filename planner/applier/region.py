@@ -1,0 +1,219 @@
+"""One execution of a segment: torch's checkpoint around it, and what a replay must find as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..errors import ApplyError, ReplayStateError
+from .internals import (
+    UNSEEN_OPERATOR,
+    ambient_settings,
+    buffers_of,
+    checkpoint_generator,
+    in_ddp_forward,
+    set_ambient,
+    versions_of,
+)
+from .packing import Inputs, picture, rebuild_call, refuse_iterators
+from .session import Segment, Session, Sessions
+from .state import State
+
+_NO_COUNTS: dict[int, int] = {}
+_STOPPED = object()
+_training = attrgetter("training")
+
+
+class Region:
+    """Enter torch's non-reentrant checkpoint, leave it, and replay the body when backward asks for it.
+
+    A region lives as long as the graph that saved into it. It keeps no tensor but through torch's own saved inputs.
+    """
+
+    __slots__ = (
+        *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures"),
+        *("_state", "_told", "_versions", "outer", "segment", "session", "sessions"),
+    )
+
+    def __init__(self, sessions: Sessions, session: Session, segment: Segment, inputs: Inputs) -> None:
+        self.sessions = sessions
+        # The session of the thread that runs forward; a replay may come in another one.
+        self.session = session
+        self.segment = segment
+        self.outer = session.level
+        self._inputs: Inputs | None = inputs
+        self._state: State | None = None
+        self._held: list[torch.Tensor] = []
+        self._generator: Generator[None, None, None] | None = None
+
+    def again(self, *tensors: torch.Tensor) -> None:
+        """Run the segment once more from its inputs' tensors."""
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        """Begin the region; what is saved for backward from here on is had by running `again`."""
+        session, segment, inputs = self.session, self.segment, self._inputs
+        assert inputs is not None
+        if inputs.objects:
+            refuse_iterators(inputs.objects, segment.where)
+        self._pictures = picture(inputs.objects) if inputs.objects else None
+        self._versions = versions_of(inputs.tensors)
+        self._flags = list(map(_training, segment.modules))
+        self._ambient = ambient_settings()
+        self._counts = _NO_COUNTS if session.counts is None or not segment.inside.begins else session.counts.copy()
+        self._generator = checkpoint_generator(
+            self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
+        )
+        next(self._generator)
+        session.level = segment.inside
+        if segment.buffers:
+            self._held = self._clone([buffers_of(module)[name] for module, name in segment.buffers])
+
+    def leave(self) -> None:
+        """End the region.
+
+        Raises:
+            ApplyError: The segment changed what it was given, so a replay would not see what forward saw.
+        """
+        generator, inputs = self._generator, self._inputs
+        assert generator is not None
+        self._generator = self._inputs = None
+        self.session.level = self.outer
+        stopped = next(generator, _STOPPED) is _STOPPED
+        assert stopped
+        assert inputs is not None
+        self._check_inputs(inputs)
+        self._state, self._told = self.segment.watched.now()
+        self._broadcast = in_ddp_forward()
+
+    def abandon(self) -> None:
+        """Drop the region after an exception: nothing of it is left behind in torch's state."""
+        generator = self._generator
+        self._generator = self._inputs = None
+        self.session.level = self.outer
+        if generator is not None:
+            generator.close()
+
+    def _contexts(self) -> tuple[Any, Any]:
+        session, save = self.session, self.segment.save
+        assert save is not None
+        return save.contexts(session)
+
+    def _check_inputs(self, inputs: Inputs) -> None:
+        where = self.segment.where
+        versions = versions_of(inputs.tensors)
+        if versions != self._versions:
+            changed = list(map(int.__eq__, versions, self._versions)).index(False)
+            raise ApplyError(
+                f"segment {where}: an input of shape {list(inputs.tensors[changed].shape)} was changed in place inside "
+                "the segment, so a replay would start from the changed values; plan with the segment's start moved "
+                "past that operator, or make it out of place (inplace=False)"
+            )
+        if self._pictures is not None and picture(inputs.objects) != self._pictures:
+            kinds = ", ".join(sorted({type(value).__name__ for value in inputs.objects}))
+            raise ApplyError(
+                f"segment {where}: an argument object ({kinds}) was changed inside the segment, and a replay would "
+                "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
+            )
+
+    def _replay(self, *tensors: torch.Tensor) -> None:
+        if self.segment.removed and self.segment.inside.begins:
+            raise ReplayStateError(
+                f"segment {self.segment.where}: the plan was removed between forward and backward, and the segments "
+                "inside this one are gone; run backward before remove()"
+            )
+        if self._state is None:
+            raise ReplayStateError(
+                f"segment {self.segment.where}: backward came while its forward was still running (autograd.grad in "
+                "the loop around it?); plan again with the loss as it is now, or without this segment"
+            )
+        state, _ = self.segment.watched.now()
+        if state != self._state:
+            self.segment.watched.refuse_change(self._state, state, broadcast=self._broadcast)
+        flags = list(map(_training, self.segment.modules))
+        ambient = ambient_settings()
+        buffers = self.segment.buffers
+        originals = [(m, name, buffers_of(m)[name]) for m, name in buffers] if buffers else ()
+        try:
+            if flags != self._flags:
+                _set_flags(self.segment, self._flags)
+            if ambient != self._ambient:
+                set_ambient(self._ambient)
+            if originals:
+                for (module, name), value in zip(buffers, self._clone(self._held), strict=True):
+                    buffers_of(module)[name] = value
+            self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
+        except RuntimeError as error:
+            if self.segment.save is None or UNSEEN_OPERATOR not in str(error):
+                raise
+            raise ReplayStateError(
+                f"segment {self.segment.where}: its replay runs operators that its forward did not, so what it keeps "
+                f"cannot be told apart ({error}) Under autocast, weights that an earlier forward cast in the same "
+                "context are not cast again: enter autocast anew for every forward, pass it cache_enabled=False, or "
+                "plan with save_sets=False"
+            ) from error
+        finally:
+            for module, name, value in originals:
+                buffers_of(module)[name] = value
+            if ambient != self._ambient:
+                set_ambient(ambient)
+            if flags != self._flags:
+                _set_flags(self.segment, flags)
+
+    def _clone(self, values: list[Any]) -> list[torch.Tensor]:
+        # Forward and replay both clone inside the region, so torch's own operator counts stay in step.
+        if any(value is None for value in values):
+            names = ", ".join(name for _, name in self.segment.buffers)
+            raise ApplyError(
+                f"segment {self.segment.where}: one of its buffers {names} is None since the plan was applied; call "
+                "remove() before such a change and make the plan again"
+            )
+        session = self.sessions.here
+        outer, session.uncounted = session.uncounted, True
+        try:
+            return [value.detach().clone() for value in values]
+        finally:
+            session.uncounted = outer
+
+
+class OneCall(Region):
+    """A region around one call of a module's forward; the module's own hooks stay outside."""
+
+    __slots__ = ("_forward", "_template")
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward inside the region and return its output."""
+        inputs = self._inputs
+        assert inputs is not None
+        self._template = inputs.template
+        self._forward = forward
+        session = self.session
+        loop, session.loop = session.loop, None
+        opened = len(session.open)
+        try:
+            self.enter()
+            output = forward(*args, **kwargs)
+            while len(session.open) > opened:
+                session.open[-1].leave()
+        except BaseException:
+            while len(session.open) > opened:
+                session.open[-1].abandon()
+            self.abandon()
+            raise
+        finally:
+            session.loop = loop
+        self.leave()
+        return output
+
+    def again(self, *tensors: torch.Tensor) -> None:
+        """Call the forward again."""
+        args, kwargs = rebuild_call(self._template, tensors)
+        self._forward(*args, **kwargs)
+
+
+def _set_flags(segment: Segment, flags: list[bool]) -> None:
+    for module, flag in zip(segment.modules, flags, strict=True):
+        module.training = flag

@@ -1,0 +1,255 @@
+"""What the modules of a segment hold at a moment, so that a replay notices where it is not what forward saw."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import ApplyError, ReplayStateError
+from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of, versions_of
+
+State = list[Any]
+_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_ITEMS = 256
+"""A longer container is data rather than a setting, and is not looked into."""
+_DEPTH = 3
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))
+
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Watched:
+    """Everything that a replay reads from a segment's modules besides their modes and the buffers it is given.
+
+    Registered tensors are told by identity, version and requires_grad. Attributes of modules, and of the objects they
+    keep (configurations, mostly): plain data by value, containers by what is in them, all else by identity. Children
+    and the hooks that a replay runs by identity.
+
+    Args:
+        root: The model.
+        where: The segment's name, for errors.
+        modules: All modules of the segment, with their paths.
+        restored: Buffers that a replay is given as forward saw them.
+        called: The modules that a replay calls, hooks and all.
+    """
+
+    __slots__ = (
+        *("_containers", "_dictionaries", "_known", "_names", "_objects", "_owners", "_readers", "_registered"),
+        *("_root", "_scalars", "_where"),
+    )
+
+    def __init__(
+        self,
+        root: nn.Module,
+        where: str,
+        modules: dict[nn.Module, str],
+        restored: list[tuple[nn.Module, str]],
+        called: list[nn.Module],
+    ) -> None:
+        self._root = root
+        self._where = where
+        self._registered: list[tuple[dict[str, Any], str]] = []
+        # Kind and path of every registered tensor.
+        self._names: list[tuple[str, str]] = []
+        # What reads all plain attributes of an owner at once, with their paths; then containers and other objects.
+        self._readers: list[tuple[attrgetter[Any], object]] = []
+        self._scalars: list[str] = []
+        self._containers: list[tuple[str, Any]] = []
+        self._owners: list[tuple[str, object, str]] = []
+        self._objects: list[tuple[str, object, str]] = []
+        seen: set[int] = set()
+        for module, path in modules.items():
+            registries: dict[str, dict[str, Any]] = {"parameter": parameters_of(module), "buffer": buffers_of(module)}
+            for kind, registry in registries.items():
+                watched = [n for n, value in registry.items() if value is not None and (module, n) not in restored]
+                self._registered += [(registry, name) for name in watched]
+                self._names += [(kind, _join(path, name)) for name in watched]
+            own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE and not _is_size(module, v)}
+            self._watch_attributes(module, path, own, seen, _DEPTH)
+        self._dictionaries: list[dict[Any, Any]] = [children_of(module) for module in modules]
+        self._dictionaries += [hooks for module in called for hooks in forward_hook_registries(module)]
+        self._known = [dictionary.copy() for dictionary in self._dictionaries]
+
+    def _watch_attributes(
+        self, owner: object, path: str, attributes: dict[str, Any], seen: set[int], depth: int
+    ) -> None:
+        scalars: list[str] = []
+        for name, value in attributes.items():
+            where = _join(path, name)
+            if type(value) in _SCALARS and name.isidentifier():
+                scalars.append(name)
+            elif isinstance(value, _CONTAINERS):
+                self._owners.append((where, owner, name))
+                self._watch_inside(where, value, seen, depth)
+            else:
+                self._objects.append((where, owner, name))
+                inside: Any = getattr(value, "__dict__", None)
+                # Many modules share one configuration.
+                if id(value) not in seen and depth and isinstance(inside, dict) and _is_settings(value, inside):
+                    seen.add(id(value))
+                    self._watch_attributes(value, where, inside, seen, depth - 1)
+        if scalars:
+            # With the first name twice a single one is read as a tuple too.
+            self._readers.append((attrgetter(*scalars, scalars[0]), owner))
+            self._scalars += [_join(path, name) for name in (*scalars, scalars[0])]
+
+    def _watch_inside(self, path: str, container: Any, seen: set[int], depth: int) -> None:
+        """Watch the containers inside a container; the outermost one is read from its owner."""
+        items = list(container.values() if isinstance(container, dict) else container)
+        if len(items) > _ITEMS or not depth or id(container) in seen:
+            return
+        seen.add(id(container))
+        for item in items:
+            if isinstance(item, _CONTAINERS):
+                self._containers.append((path, item))
+                self._watch_inside(path, item, seen, depth - 1)
+
+    def now(self) -> tuple[State, list[Any]]:
+        """Return what is watched, as it is now, and the tensors and objects that it tells by identity.
+
+        Equal states are equal lists. Who compares a state later keeps the objects until then: another one could take
+        the identity of one that is gone.
+
+        Raises:
+            ApplyError: Something was taken away.
+        """
+        # With as little Python as can be, as this runs twice for every region.
+        try:
+            tensors: list[Any] = [registry[name] for registry, name in self._registered]
+            state: State = [*map(id, tensors), *map(_version, tensors), *map(_requires_grad, tensors)]
+            scalars: list[Any] = []
+            for read, owner in self._readers:
+                scalars += read(owner)
+        except (KeyError, AttributeError) as error:
+            gone = [name for registry, name in self._registered if registry.get(name) is None] or [str(error)]
+            raise ApplyError(
+                f"segment {self._where}: {', '.join(gone)} is gone since the plan was applied (pruning, weight_norm?); "
+                "call remove() before such a change and make the plan again"
+            ) from None
+        # Plain data may have given way to something whose == does anything.
+        state += scalars if _SCALARS.issuperset(map(type, scalars)) else map(_told, scalars)
+        if self._owners:
+            state += [_contents(getattr(owner, name, None)) for _, owner, name in self._owners]
+        if self._containers:
+            state += [_contents(container) for _, container in self._containers]
+        if self._objects:
+            objects = [getattr(owner, name, None) for _, owner, name in self._objects]
+            state += map(_identity, objects)
+            # A tensor with a graph behind it is let go: it would keep the graph's memory.
+            tensors += [value for value in objects if getattr(value, "grad_fn", None) is None]
+        # One list stands for all dictionaries, and is made anew only when one of them changes.
+        if self._dictionaries != self._known:
+            self._known = [dictionary.copy() for dictionary in self._dictionaries]
+        state.append(self._known)
+        return state, tensors
+
+    def refuse_change(self, before: State, after: State, *, broadcast: bool) -> None:
+        """Refuse a replay that would not see what forward saw.
+
+        Args:
+            before: What was watched in forward.
+            after: What is watched now.
+            broadcast: Whether DDP may have copied buffers since, in place and onto themselves.
+
+        Raises:
+            ReplayStateError: What decides the replay's result has changed.
+        """
+        change = self._changed_tensor(before, after, broadcast) or self._changed_setting(before, after)
+        if change:
+            raise ReplayStateError(
+                f"segment {self._where}: {change}; its replay would give wrong gradients. Run backward before the "
+                "change, or plan without this segment"
+            )
+
+    def _changed_tensor(self, before: State, after: State, broadcast: bool) -> str:
+        # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
+        if is_sharded(self._root):
+            return ""
+        count = len(self._names)
+        for position, (kind, path) in enumerate(self._names):
+            was, now = before[position : 3 * count : count], after[position : 3 * count : count]
+            if was[0] != now[0]:
+                why = "weights substituted by functional_call or a parametrization are gone"
+                return f"{kind} {path!r} is another tensor ({why})"
+            if was[1] != now[1] and not (kind == "buffer" and broadcast):
+                why = " (an optimizer step between forward and backward?)" if kind == "parameter" else ""
+                return f"{kind} {path!r} was changed in place{why}"
+            if was[2] != now[2]:
+                return f"{kind} {path!r} has requires_grad {now[2]}, {was[2]} in forward"
+        return ""
+
+    def _changed_setting(self, before: State, after: State) -> str:
+        first = 3 * len(self._names)
+        paths = [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
+        for path, was, now in zip(paths, before[first:-1], after[first:-1], strict=True):
+            if was != now:
+                return f"attribute {path!r} is {_short(now)}, {_short(was)} in forward"
+        return "" if before[-1] == after[-1] else "a child or a forward hook of its modules came, went or was replaced"
+
+
+class _Told(tuple[Any, ...]):
+    """Tell a value by what can be compared safely."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<object {self[0]:#x}>"
+
+
+def _told(value: object) -> object:
+    return value if type(value) in _SCALARS else _Told((id(value),))
+
+
+def _identity(value: object) -> object:
+    """Tell an object by identity, a tensor by its version too."""
+    if isinstance(value, torch.Tensor):
+        return _Told((id(value), *versions_of([value]), value.requires_grad))
+    return _told(value)
+
+
+def _contents(value: object) -> object:
+    """Tell a container by its items: plain ones by value, tensors and objects by identity."""
+    if not isinstance(value, _CONTAINERS):
+        return _identity(value)
+    if len(value) > _ITEMS:
+        return _Told((id(value), len(value)))
+    if isinstance(value, dict):
+        items = cast("dict[Any, object]", value)
+        return {key if type(key) in _SCALARS else id(key): _identity_in(item) for key, item in items.items()}
+    told = [_identity_in(item) for item in cast("list[object]", value)]
+    return set(told) if isinstance(value, (set, frozenset)) else told
+
+
+def _identity_in(item: object) -> object:
+    # A container inside is watched by itself.
+    return type(item) if isinstance(item, _CONTAINERS) else _identity(item)
+
+
+def _is_settings(value: object, attributes: dict[str, object]) -> bool:
+    """Return whether an object is a configuration or the like: most of what it holds is plain data."""
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or len(attributes) > _ITEMS:
+        return False
+    plain = sum(type(item) in _SCALARS or isinstance(item, _CONTAINERS) for item in attributes.values())
+    return plain >= 0.8 * len(attributes)
+
+
+def _is_size(module: nn.Module, value: object) -> bool:
+    """Return whether a value is one of the sizes of torch's own layers, which their weights fix."""
+    if not type(module).__module__.startswith("torch.nn.modules"):
+        return False
+    sizes = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return all(type(size) is int for size in sizes)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,251 @@
+"""Solve, dry-run the plan, tighten, until the dry run fits: a solver's figure is a model, the dry run is the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...profiler import Profile, Session
+from ...profiler.allocator import allocated_peak_bytes
+from ...profiler.preserve import preserved
+from ...profiler.recorder import Recording
+from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
+from ..applier.apply import apply_segments, unplanned
+from ..bridge.problem import Bridge
+from ..budget import format_bytes
+from ..plan import Call, PlannedSegment, SavedOperator
+from ..sharding.sharding import Sharding
+
+ROUNDS = 8
+"""Most rounds of solving and dry-running."""
+REMEMBERED = 16
+"""Dry runs kept: solvers often come to the same plan."""
+UNSEEN = 0.01
+"""Where the allocator gave out this share of the peak more than was recorded, planned steps are measured for real."""
+CLOSE = 0.002
+"""A memory model that overstated a plan by less than this share of the budget is not asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Hold a solution, the segments it names on the model, and their dry run.
+
+    Attributes:
+        solution: The solver's answer.
+        segments: Its segments by name.
+        recording: What was recorded, one rank's part of it where the model will be sharded.
+        alive_bytes: The most that is alive in it.
+        whole_bytes: The same of the whole model: what a real run here is compared with.
+        peak_bytes: The step's peak, the optimizer's own step included.
+    """
+
+    solution: Solution
+    segments: tuple[PlannedSegment, ...]
+    recording: Recording
+    alive_bytes: int
+    whole_bytes: int
+    peak_bytes: int
+
+
+class DryRunFailedError(Exception):
+    """Carry the segments under which a step failed that runs without them."""
+
+    def __init__(self, segments: tuple[PlannedSegment, ...], cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.segments = segments
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Find plans for one profiled step.
+
+    Attributes:
+        profile: The recorded step, one rank's part of it where there are several.
+        whole: The recorded step of the whole model.
+        bridge: Its stages and candidates.
+        session: Records the planned steps as the unplanned one was recorded.
+        sharding: Who holds what; None where the model is not sharded.
+    """
+
+    profile: Profile
+    whole: Profile
+    bridge: Bridge
+    session: Session
+    sharding: Sharding | None
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int, int]] = field(default_factory=dict, repr=False)
+
+    def on_rank(self, recording: Recording) -> Recording:
+        """Return one rank's part of a recorded step of the whole model."""
+        return recording if self.sharding is None else self.sharding.of_recording(recording)
+
+    def best_or_failure(
+        self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
+    ) -> Trial | DryRunFailedError:
+        """Return the cheapest trial that fits a limit, else that of least peak; or why a dry run failed."""
+        try:
+            found = self._best(limit, solver, time_limit_s, gap, say)
+            if solver == "dp_nested":
+                # What is alive inside nested replays is foreseen less well: where that cost rounds, `dp` may be ahead.
+                found = min(found, self._best(limit, "dp", time_limit_s, gap, say), key=lambda t: _rank(t, limit))
+            return found
+        except DryRunFailedError as failed:
+            return failed
+
+    def _best(
+        self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
+    ) -> Trial:
+        """Solve and dry-run until a plan fits the limit; else return the trial of least peak."""
+        best: Trial | None = None
+        least: Trial | None = None
+        target, ceiling, infeasible = limit, None, False
+        tried: set[tuple[Segment, ...]] = set()
+        for round_number in range(1, ROUNDS + 1):
+            say(f"{solver}, round {round_number}: solving for {format_bytes(target)}")
+            try:
+                problem = self.bridge.problem(max(1, target))
+                solution = SOLVERS[solver](problem, time_limit_s=time_limit_s, gap=gap)
+                infeasible = False
+            except BudgetTooSmallError as error:
+                solution, infeasible = error.solution, True
+            if solution.segments in tried:
+                break
+            tried.add(solution.segments)
+            say(f"{solver}, round {round_number}: dry run of {solution.count_segments()} segments")
+            trial = self.trial(solution)
+            if least is None or trial.peak_bytes < least.peak_bytes:
+                least = trial
+            if trial.peak_bytes <= limit:
+                if best is None or trial.solution.added_ns < best.solution.added_ns:
+                    best = trial
+                overstated = solution.peak_bytes - trial.peak_bytes
+                raised = target + overstated
+                if ceiling is not None:
+                    raised = min(raised, (target + ceiling) // 2)
+                if infeasible or solution.added_ns == 0 or raised <= target + CLOSE * limit:
+                    break
+                target = raised
+            elif infeasible:
+                break
+            else:
+                # Below this plan's own simulated peak, or a solver may well answer with the same plan again.
+                ceiling = solution.peak_bytes if ceiling is None else min(ceiling, solution.peak_bytes)
+                target = solution.peak_bytes - max(trial.peak_bytes - limit, 1)
+        if best is not None:
+            return best
+        assert least is not None
+        names = {"sqrt"} if infeasible else {solver, "sqrt"}
+        found = [least, self.unplanned_trial(), *(self._least(name, time_limit_s) for name in sorted(names))]
+        return min(found, key=lambda trial: trial.peak_bytes)
+
+    def _least(self, solver: str, time_limit_s: float | None) -> Trial:
+        """Return the trial of a solver's plan of least peak."""
+        try:
+            solution = SOLVERS[solver](self.bridge.problem(1), time_limit_s=time_limit_s)
+        except BudgetTooSmallError as error:
+            solution = error.solution
+        return self.trial(solution)
+
+    def unplanned_trial(self) -> Trial:
+        """Return the trial of no segments."""
+        return self.trial(SOLVERS["none"](self.bridge.problem(self.profile.peak_bytes())))
+
+    def trial(self, solution: Solution) -> Trial:
+        """Apply a solution's segments, record the planned step, and take them off again."""
+        segments = tuple(self.planned_segment(segment) for segment in solution.segments)
+        if segments not in self._dry_runs:
+            if len(self._dry_runs) >= REMEMBERED:
+                del self._dry_runs[next(iter(self._dry_runs))]
+            self._dry_runs[segments] = self._dry_run(segments)
+        recording, alive, whole = self._dry_runs[segments]
+        peak = max(alive, self.profile.parts.optimizer_step_peak)
+        return Trial(solution, segments, recording, alive, whole, peak)
+
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[Recording, int, int]:
+        """Return the recording, and the most bytes alive in it and in that of the whole model."""
+        model = self.session.step.model
+        try:
+            with unplanned(model), apply_segments(model, segments, training=model.training):
+                recording = self.session.record(self.profile.bytes_from, planned=True)
+                measured = self._measured_bytes()
+        except Exception as error:
+            raise DryRunFailedError(segments, error) from error
+        recorded = recording.peak_bytes() + self.whole.parts.optimizer
+        unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
+        recording = self.on_rank(recording)
+        alive = recording.peak_bytes() + self.profile.parts.optimizer + unseen
+        return recording, alive, recorded + unseen
+
+    def _measured_bytes(self) -> int:
+        """Return the allocator's peak of the step as the model is now, where a recording does not tell it; else 0.
+
+        That is where fake tensors could not be used, or where the unplanned step allocated more than was recorded: what
+        depends on data, or is hidden inside a library (recurrent layers), is then not guessed.
+        """
+        profile, session = self.whole, self.session
+        told = profile.bytes_from == "dry run" and profile.unseen_bytes <= UNSEEN * profile.peak_bytes()
+        if told or profile.accumulation:
+            return 0
+        with preserved(session.step.model, written_parameters=session.step.written):
+            return self.with_entry(allocated_peak_bytes(session.step.train, session.device))
+
+    def with_entry(self, allocated: int) -> int:
+        """Return the peak of a step by what the allocator gave out in it: nothing unseen is left to add."""
+        return allocated + self.whole.fixed_bytes() - self.whole.unseen_bytes
+
+    def unseen_bytes(self, segments: tuple[PlannedSegment, ...]) -> int:
+        """Return what a planned step holds beyond its dry run, counted as alive throughout.
+
+        Besides what the profile missed, that is what torch's checkpoint keeps of the random state, which is no
+        operator's output: once per region, once more in a replay. It lies in the CPU's memory whatever the device.
+        """
+        if self.session.device.type != "cpu":
+            return self.profile.unseen_bytes
+        regions = sum(1 for segment in segments for _ in segment.walk())
+        random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0
+        return self.profile.unseen_bytes + random_state
+
+    def planned_segment(self, segment: Segment) -> PlannedSegment:
+        """Name a chosen segment by its module calls."""
+        bridge, calls = self.bridge, self.profile.calls
+        first, end = bridge.span(segment.start, segment.stop)
+        members = self._members_around(segment)
+        return PlannedSegment(
+            members=tuple(Call(module=calls[index].module, index=calls[index].index) for index in members),
+            save=tuple(
+                SavedOperator(operator=name, index=index)
+                for name, index in (bridge.saved_operator(operator, segment.start) for operator in segment.keep)
+            ),
+            children=tuple(self.planned_segment(child) for child in segment.children),
+            early_stop=not bridge.replays_whole(segment.start, segment.stop),
+            restored_buffers=bridge.restored_buffers(segment.start, segment.stop),
+            crosses_operators=sum(calls[index].stop - calls[index].start for index in members) < end - first,
+        )
+
+    def _members_around(self, segment: Segment) -> list[int]:
+        """Return a segment's members: the largest calls inside it that no segment nested in it begins or ends within.
+
+        A nested segment may lie inside one member. If it began in one and ended in another, a replay that makes each
+        member's call as one step could not see it end; such members give way to the calls that they make.
+        """
+        bridge, calls = self.bridge, self.profile.calls
+        nested = [bridge.span(inner.start, inner.stop) for inner in segment.walk() if inner is not segment]
+        members: list[int] = []
+        waiting = bridge.members(segment.start, segment.stop)[::-1]
+        while waiting:
+            index = waiting.pop()
+            start, stop = calls[index].start, calls[index].stop
+            if any(a < start < b < stop or start < a < stop < b for a, b in nested):
+                made = [k for k, call in enumerate(calls) if call.parent == index and call.stop > call.start]
+                waiting += made[::-1]
+            else:
+                members.append(index)
+        return members
+
+
+def _rank(trial: Trial, limit: int) -> tuple[bool, int]:
+    """Order trials: those that fit by added time, then the others by peak."""
+    fits = trial.peak_bytes <= limit
+    return not fits, trial.solution.added_ns if fits else trial.peak_bytes

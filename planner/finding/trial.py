@@ -1,0 +1,124 @@
+"""Try a plan before it is handed out: run the planned step for real, and compare it with the unmodified one.
+
+A dry run tells what a plan costs, not what it computes. A replay that computes something else of the same shape gives
+wrong gradients without a word: a counter in a closure, say, is out of a recorder's sight. Here that shows, and the
+calls responsible are found by planning them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...profiler.allocator import fits
+from ...profiler.results import Results, run_steps
+from ...profiler.step import Step
+from ..applier.apply import apply_segments, unplanned
+from ..plan import PlannedSegment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Hold segments whose replay computes something else, and what showed it.
+
+    Attributes:
+        segments: One segment as small as could be found; several where only their combination differs.
+        reason: What differs, in words.
+    """
+
+    segments: tuple[PlannedSegment, ...]
+    reason: str
+
+
+class Trials:
+    """Run planned steps and compare them with the unmodified step, which is run once.
+
+    Attributes:
+        unchecked: Why a plan could not be checked, "" where it could.
+        peak_bytes: What the planned step last run allocated at most; None where none was run.
+    """
+
+    def __init__(self, reference: Results | None = None) -> None:
+        self.unchecked = ""
+        self.peak_bytes: int | None = None
+        self._reference = reference
+        self._repeats: bool | None = None
+
+    def check(self, step: Step, segments: Sequence[PlannedSegment], needed_bytes: int) -> list[Fault]:
+        """Run a plan's segments for real; return those whose replay computes something else.
+
+        Args:
+            step: The step planned for.
+            segments: The plan's top-level segments.
+            needed_bytes: What the unmodified step allocates; where the device has not that much, nothing is run and
+                `unchecked` says so.
+        """
+        self.unchecked, self.peak_bytes = "", None
+        device = next(step.model.parameters()).device
+        if not segments:
+            return []
+        if not fits(needed_bytes, device):
+            self.unchecked = "the plan's replay was not compared with the unmodified step, which does not fit"
+            return []
+        with unplanned(step.model):
+            if self._reference is None:
+                self._reference = run_steps(step, nullcontext)
+            if not self._difference(step, segments, self._reference):
+                return []
+            if not self._repeats_itself(step):
+                self.unchecked = (
+                    "the plan's replay could not be checked: the unmodified step does not repeat itself bit for bit"
+                )
+                return []
+            return self._faults(step, tuple(segments))
+
+    def _difference(self, step: Step, segments: Sequence[PlannedSegment], reference: Results) -> str:
+        model = step.model
+        try:
+            planned = run_steps(step, lambda: apply_segments(model, segments, training=model.training))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            return f"it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        self.peak_bytes = planned.peak_bytes
+        return planned.first_difference(reference)
+
+    def _differs(self, step: Step, segments: Sequence[PlannedSegment]) -> str:
+        # Each against a fresh unmodified step: state out of our sight may have moved with the last planned one.
+        return self._difference(step, segments, run_steps(step, nullcontext))
+
+    def _repeats_itself(self, step: Step) -> bool:
+        if self._repeats is None:
+            first, second = (run_steps(step, nullcontext) for _ in range(2))
+            self._repeats = not second.first_difference(first)
+        return self._repeats
+
+    def _faults(self, step: Step, segments: tuple[PlannedSegment, ...]) -> list[Fault]:
+        """Halve the segments until those are found that differ on their own."""
+        reason = self._differs(step, segments)
+        if not reason:
+            return []
+        if len(segments) == 1:
+            return self._faults_inside(step, segments[0], reason)
+        middle = len(segments) // 2
+        found = self._faults(step, segments[:middle]) + self._faults(step, segments[middle:])
+        return found or [Fault(segments=segments, reason=reason)]
+
+    def _faults_inside(self, step: Step, segment: PlannedSegment, reason: str) -> list[Fault]:
+        """Take a segment's members one at a time, and what is nested or kept in it away."""
+        if segment.children or segment.save:
+            bare = replace(segment, children=(), save=())
+            if not self._differs(step, (bare,)):
+                return [Fault(segments=(segment,), reason=reason)]
+            segment = bare
+        if len(segment.members) > 1:
+            alone = [replace(segment, members=(member,), crosses_operators=False) for member in segment.members]
+            found = [(single, self._differs(step, (single,))) for single in alone]
+            faults = [Fault(segments=(single,), reason=why) for single, why in found if why]
+            if faults:
+                return faults
+        return [Fault(segments=(segment,), reason=reason)]

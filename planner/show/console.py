@@ -1,0 +1,135 @@
+"""What the command line prints: tables for people on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...profiler.records import Profile
+from ..budget import format_bytes
+from ..compare import Comparison, table_cells, table_header
+from ..plan import Plan, PlannedSegment
+from .timeline import memory_by_module, memory_parts
+
+Say = Callable[[str], None]
+"""Takes a few words on what is being done."""
+QUIET_SECONDS = 10.0
+"""Without a terminal, phases are printed as lines, no more often than this."""
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Say]:
+    """Show a spinner with the present phase and the seconds so far; without a terminal, a line now and then.
+
+    Args:
+        console: A console on standard error.
+    """
+    started = time.monotonic()
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield lambda words: status.update(f"{words} [dim]({time.monotonic() - started:.0f} s)[/dim]")
+        return
+    last = started - QUIET_SECONDS
+
+    def say(words: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= QUIET_SECONDS:
+            last = now
+            console.print(f"[{now - started:.0f} s] {words}", markup=False, highlight=False)
+
+    yield say
+
+
+def table_of(title: str, columns: tuple[str, ...], *, numeric: tuple[str, ...] = ()) -> Table:
+    """Return an empty table; numeric columns are aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in numeric else "left", no_wrap=column in numeric)
+    return table
+
+
+def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None:
+    """Print where the memory of a step is and how the figures were obtained."""
+    peak = profile.peak_bytes()
+    console.print(
+        f"{profile.model} on {profile.device}: peak {format_bytes(peak)}, in the {profile.peak_moment()}; "
+        f"step {profile.step_ns / 1e6:,.0f} ms, forward {profile.forward_ns / 1e6:,.0f} ms",
+        markup=False,
+    )
+    table = table_of("Where the memory is", ("part", "bytes", "of the peak"), numeric=("bytes", "of the peak"))
+    for name, nbytes, share in memory_parts(profile):
+        table.add_row(name, format_bytes(nbytes), f"{share:.0%}")
+    console.print(table)
+    _print_modules(console, profile, rows)
+    console.print(f"bytes: {profile.bytes_from}; times: {profile.times_from}; step time: {profile.step_time_from}")
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _print_modules(console: Console, profile: Profile, rows: int) -> None:
+    columns = ("module", "parameters", "gradients", "saved activations")
+    table = table_of("By module, in order of execution", columns, numeric=columns[1:])
+    for row in memory_by_module(profile, rows).to_dict("records"):
+        cells = (format_bytes(int(row[column])) for column in ("parameters", "gradients", "saved"))
+        table.add_row(Text(str(row["module"])), *cells)
+    console.print(table)
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print what a plan promises and its segments."""
+    peak, unplanned = plan.predicted_peak_bytes or 0, plan.unplanned_peak_bytes or 0
+    each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    console.print(
+        f"{plan.solver} plan ({plan.status}): peak {format_bytes(peak)} instead of {format_bytes(unplanned)} "
+        f"({peak / max(1, unplanned):.0%}){each}, budget {format_bytes(plan.budget_bytes or 0)}; "
+        f"added time {plan.predicted_overhead or 0:.1%} of the step ({plan.times_from})",
+        markup=False,
+    )
+    if not plan.segments:
+        console.print("No segments: the step fits the budget as it is.")
+    else:
+        table = table_of(
+            "Checkpointed segments", ("#", "from", "to", "calls", "keeps"), numeric=("#", "calls", "keeps")
+        )
+        for number, segment in enumerate(plan.segments, 1):
+            _add_segment(table, segment, str(number), 0)
+        console.print(table)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _add_segment(table: Table, segment: PlannedSegment, number: str, depth: int) -> None:
+    indent = "  " * depth
+    first, last = segment.members[0], segment.members[-1]
+    kept = f"{len(segment.save)} operators" if segment.save else ""
+    table.add_row(number, Text(indent + str(first)), Text(indent + str(last)), str(len(segment.members)), kept)
+    for child in segment.children:
+        _add_segment(table, child, "", depth + 1)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print a comparison as a table, with the reasons where no plan fits."""
+    unplanned = format_bytes(comparison.unplanned_peak_bytes)
+    header = table_header()
+    table = table_of(f"Solvers by budget (unplanned peak {unplanned})", header, numeric=header[1:-1])
+    previous = None
+    for row in comparison.frame.to_dict("records"):
+        if previous not in (None, row["budget_bytes"]):
+            table.add_section()
+        previous = row["budget_bytes"]
+        table.add_row(*table_cells(row))
+    console.print(table)
+    console.print(
+        "added: time of the replays as a share of the step; bound: no plan of the solver's kind adds less; "
+        "took: solving and dry runs; ≥: the smallest peak the solver reaches"
+    )
+    infeasible = comparison.frame.query("status == 'infeasible'").sort_values(by="least_peak_bytes")
+    for row in infeasible.drop_duplicates("budget_bytes").to_dict("records"):
+        console.print(str(row["note"]), markup=False)

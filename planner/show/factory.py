@@ -1,0 +1,156 @@
+"""Find the model and the batch that a command is about: FILE.py:FACTORY or package.module:FACTORY."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...profiler.step import Loss
+from ..errors import PlanError
+
+_SHAPE = "a factory returns (model, batch) or (model, batch, loss)"
+
+
+class FactoryError(PlanError):
+    """Raised when a command cannot get a model and a batch from what it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Hold what a factory returned, on the device asked for."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None
+
+    def to(self, device: str) -> Subject:
+        """Move the model and every tensor of the batch to a device.
+
+        Raises:
+            FactoryError: There is no such device here.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise FactoryError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.batch)
+        return Subject(model=self.model.to(device), batch=batch, loss=self.loss)
+
+
+def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of a model whose paths match a pattern, in the model's order.
+
+    Args:
+        model: The model.
+        patterns: Paths in which `*` stands for anything but a dot: "transformer.h.*".
+
+    Raises:
+        FactoryError: A pattern matches nothing.
+    """
+    paths = {name: module for name, module in model.named_modules() if name}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = {name: module for name, module in paths.items() if _matches(name, pattern)}
+        if not found:
+            raise FactoryError(f"--units {pattern!r}: no module has such a path; the model has {_few(list(paths))}")
+        chosen |= found
+    return [module for name, module in paths.items() if name in chosen]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subject:
+    """Import a factory and call it, with torch's seed set.
+
+    Args:
+        spec: "FILE.py:FACTORY" or "package.module:FACTORY"; modules are also looked for in the current folder.
+        device: "cpu" or "cuda"; None leaves everything where the factory put it.
+        seed: For `torch.manual_seed`.
+
+    Raises:
+        FactoryError: The spec cannot be read, the factory raises, or it returns something else.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise FactoryError(
+            f"--model {spec!r}: expected FILE.py:FACTORY or package.module:FACTORY, such as train.py:build"
+        )
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        found = "is not callable" if factory is not None else "is not there"
+        raise FactoryError(f"--model {spec!r}: {name} {found} in {place}; it has {_few(known)}")
+    torch.manual_seed(seed)
+    subject = _subject(_guarded(spec, cast("Callable[[], Any]", factory)), spec)
+    return subject.to(device) if device is not None else subject
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FactoryError(f"--model: there is no file {path}; pass FILE.py:FACTORY with a path from {Path.cwd()}")
+    # As when the file is run: what lies beside it can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    name = f"_remat_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _guarded(str(path), lambda: cast("Any", spec.loader).exec_module(module))
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return _guarded(name, lambda: importlib.import_module(name))
+    except FactoryError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and name.startswith(cause.name):
+            raise FactoryError(
+                f"--model: there is no module {name!r}; pass FILE.py:FACTORY, or a module that Python can import"
+            ) from None
+        raise
+
+
+def _guarded(what: str, run: Callable[[], Any]) -> Any:
+    """Run the user's code; what it raises becomes one line that says where."""
+    try:
+        return run()
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if len(frames) > 1 else ""
+        words = " ".join(str(error).split())
+        raise FactoryError(f"--model {what}: it raises {type(error).__name__}: {words}{where}") from error
+
+
+def _subject(made: object, spec: str) -> Subject:
+    parts: list[Any] = [*made] if isinstance(made, (tuple, list)) else []
+    if len(parts) not in (2, 3):
+        got = f"{len(parts)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise FactoryError(f"--model {spec!r}: {_SHAPE}, got {got}")
+    model, batch = parts[0], parts[1]
+    loss = parts[2] if len(parts) == 3 else None
+    if not isinstance(model, nn.Module):
+        raise FactoryError(f"--model {spec!r}: {_SHAPE}; the model is a {type(model).__name__}, not a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise FactoryError(f"--model {spec!r}: {_SHAPE}; the loss is a {type(loss).__name__}, not a function")
+    return Subject(model=model, batch=batch, loss=cast("Loss | None", loss))

@@ -1,0 +1,107 @@
+"""`dp`: exact over one level of segments, by label setting on the retention graph.
+
+The recursion is the classic one over the place where the last segment starts; see Beaumont, Eyraud-Dubois, Herrmann,
+Joly and Shilova, "Optimal checkpointing for heterogeneous chains", ACM TOMS 50 (2024). Memory is not rounded.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from .. import greedy, sqrt, uniform
+from ..errors import BudgetTooSmallError
+from ..problem import Problem, Segment
+from ..simulate import simulate
+from ..solution import Solution, Status, make_solution
+from ..tables import tables_of
+from .labels import LabelSearch
+from .retention_graph import PINNED_NOTE, RetentionGraph, retention_graph
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0, save_sets: bool = True) -> Solution:
+    """Find the one-level plan that adds least time and fits the budget.
+
+    The plan space: disjoint candidates, each with no save set or one of those that `save_options` lists. The answer is
+    optimal in it, unless tensors had to be pinned (see `RetentionGraph`): then it is feasible, and its note says so.
+
+    Args:
+        problem: The problem.
+        time_limit_s: Seconds after which the best plan known is returned; making the graph is not interrupted.
+        gap: Share of its own added time that the plan may be away from the optimum.
+        save_sets: Whether segments may keep some operators' outputs.
+
+    Raises:
+        BudgetTooSmallError: If no plan of the space fits, with the plan of the least peak.
+    """
+    started = time.perf_counter_ns()
+    deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    tables = tables_of(problem)
+    graph = retention_graph(problem, tables, save_sets=save_sets)
+    note = ""
+    if graph.pinned:
+        note = PINNED_NOTE.format(count=graph.pinned.bit_count())
+    path = None
+    if problem.floor_bytes <= problem.budget_bytes:
+        room = problem.budget_bytes - problem.fixed_bytes
+        path = LabelSearch(graph, tables, room).cheapest(gap=gap, deadline=deadline)
+    if path is None:
+        segments = _least_peak_plan(problem, graph)
+        solution = make_solution(problem, segments, solver="dp", started_ns=started, note=note)
+        raise BudgetTooSmallError(problem, solution)
+    status = Status.OPTIMAL if path.bound_ns == path.added_ns else Status.FEASIBLE
+    bound = path.bound_ns
+    if graph.pinned:
+        status, bound = Status.FEASIBLE, 0
+    segments = segments_of(graph, path.edges)
+    if not path.finished:
+        status = Status.TIME_LIMIT
+        note = f"{note}; " * bool(note) + f"stopped at the time limit of {time_limit_s} s"
+        segments = _cheapest(problem, segments)
+    return make_solution(
+        problem,
+        segments,
+        solver="dp",
+        started_ns=started,
+        status=status,
+        lower_bound_ns=bound,
+        note=note,
+    )
+
+
+def _cheapest(problem: Problem, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return the cheapest of a plan that fits and the heuristics' plans."""
+    plans = [segments]
+    for heuristic in (sqrt, greedy, uniform):
+        with suppress(BudgetTooSmallError):
+            plans.append(heuristic.solve(problem).segments)
+    return min(plans, key=lambda plan: simulate(problem, plan, trace=False).added_ns)
+
+
+def segments_of(graph: RetentionGraph, edges: list[int]) -> tuple[Segment, ...]:
+    """Return the segments on a path."""
+    items = [graph.items[edge] for edge in edges]
+    return tuple(item for item in items if item is not None)
+
+
+def _least_peak_plan(problem: Problem, graph: RetentionGraph) -> tuple[Segment, ...]:
+    """Return the plan of the least peak: the cheapest that fits the least budget any plan fits, by bisection."""
+    tables = tables_of(problem)
+    path = LabelSearch(graph, tables, _no_limit(graph)).smallest()
+    assert path is not None
+    best = segments_of(graph, path)
+    low = min(graph.needed_bytes) - 1
+    high = simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes
+    while low < high - 1:
+        room = (low + high) // 2
+        path = LabelSearch(graph, tables, room).smallest()
+        if path is None:
+            low = room
+            continue
+        best = segments_of(graph, path)
+        high = min(room, simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes)
+    return best
+
+
+def _no_limit(graph: RetentionGraph) -> int:
+    return max(graph.needed_bytes) + graph.first_bytes + sum(graph.added_bytes)

@@ -1,0 +1,131 @@
+"""`dp_nested`: segments inside segments, on top of the one-level programme.
+
+What nesting a segment's inside saves in memory and costs in time comes from `NestedTables`; each such trade is one
+more edge of the retention graph, so the flat plans stay in the search and the top level is exact.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..errors import BudgetTooSmallError
+from ..problem import Problem, Segment
+from ..simulate import simulate
+from ..solution import Solution, Status, make_solution
+from ..tables import tables_of
+from . import dp
+from .labels import LabelSearch
+from .nested_graph import NestedGraph
+from .nested_tables import INFINITE, TooManyStatesError
+from .retention_graph import PINNED_NOTE
+
+UNITS = 1024
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0, save_sets: bool = True) -> Solution:
+    """Find the plan with segments nested to any depth that adds least time and fits the budget.
+
+    The plan space: trees of candidates; each leaf has no save set or one of those that `save_options` lists. Room
+    inside segments is counted in units of the budget's 1024th part or a little more, rounded up. Where the unit is one
+    byte the answer is optimal; otherwise it is feasible, safe, and never worse than that of `dp`.
+
+    Args:
+        problem: The problem.
+        time_limit_s: Seconds after which the best plan known, at worst that of `dp`, is returned.
+        gap: Share of its own added time that the plan may be away from the optimum.
+        save_sets: Whether segments may keep some operators' outputs.
+
+    Raises:
+        BudgetTooSmallError: If no plan fits, with the plan of the least peak.
+    """
+    started = time.perf_counter_ns()
+    deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    flat: Solution | BudgetTooSmallError
+    try:
+        flat = dp.solve(problem, time_limit_s=time_limit_s, gap=gap, save_sets=save_sets)
+    except BudgetTooSmallError as error:
+        flat = error
+    if isinstance(flat, Solution) and flat.added_ns == 0:
+        return make_solution(problem, flat.segments, solver="dp_nested", started_ns=started)
+    try:
+        return _solve_nested(problem, flat, gap, deadline, save_sets, started)
+    except TooManyStatesError:
+        note = "too many tensors travel inside segments: nesting was not searched"
+        status = Status.FEASIBLE
+    except TimeoutError:
+        note = f"stopped at the time limit of {time_limit_s} s before nesting was searched"
+        status = Status.TIME_LIMIT
+    known = flat if isinstance(flat, Solution) else flat.solution
+    solution = make_solution(problem, known.segments, solver="dp_nested", started_ns=started, status=status, note=note)
+    if isinstance(flat, BudgetTooSmallError):
+        raise BudgetTooSmallError(problem, solution) from None
+    return solution
+
+
+def _solve_nested(
+    problem: Problem,
+    flat: Solution | BudgetTooSmallError,
+    gap: float,
+    deadline: float | None,
+    save_sets: bool,
+    started: int,
+) -> Solution:
+    """Search flat and nested plans together.
+
+    Raises:
+        BudgetTooSmallError: If none fits.
+        TooManyStatesError: If nesting cannot be searched.
+        TimeoutError: If the deadline passes before it is.
+    """
+    tables = tables_of(problem)
+    if problem.floor_bytes <= problem.budget_bytes:
+        room = problem.budget_bytes - problem.fixed_bytes
+        most = flat.added_ns if isinstance(flat, Solution) else INFINITE - 1
+        nested = NestedGraph(problem, room, units=UNITS, save_sets=save_sets, deadline=deadline, most_ns=most)
+        path = LabelSearch(nested.graph, tables, room).cheapest(gap=gap, deadline=deadline)
+        if path is not None:
+            segments = nested.segments(path.edges)
+            added = simulate(problem, segments, trace=False).added_ns
+            if isinstance(flat, Solution) and flat.added_ns < added:
+                segments = flat.segments
+            exact = nested.exact and path.finished and path.bound_ns == path.added_ns
+            notes: list[str] = []
+            if nested.graph.pinned:
+                notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
+            if nested.tables.unit > 1:
+                notes.append(f"room inside segments is counted in units of {nested.tables.unit} bytes")
+            if not path.finished:
+                notes.append("stopped at the time limit")
+            return make_solution(
+                problem,
+                segments,
+                solver="dp_nested",
+                started_ns=started,
+                status=Status.OPTIMAL if exact else Status.FEASIBLE if path.finished else Status.TIME_LIMIT,
+                lower_bound_ns=path.bound_ns if nested.exact else 0,
+                note="; ".join(notes),
+            )
+    assert isinstance(flat, BudgetTooSmallError)
+    least = _least_peak_plan(problem, flat.solution, save_sets)
+    solution = make_solution(problem, least, solver="dp_nested", started_ns=started)
+    if solution.peak_bytes <= problem.budget_bytes:
+        return solution
+    raise BudgetTooSmallError(problem, solution)
+
+
+def _least_peak_plan(problem: Problem, flat: Solution, save_sets: bool) -> tuple[Segment, ...]:
+    """Return the plan of the least peak, by bisection below what flat plans reach; it does not depend on the budget."""
+    tables = tables_of(problem)
+    high = flat.peak_bytes - problem.fixed_bytes
+    low = -1  # Less would need negative extras beyond all tensors; bisection then stops at 0.
+    best = flat.segments
+    nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
+    while low < high - 1:
+        room = (low + high) // 2
+        path = LabelSearch(nested.graph, tables, room).smallest()
+        if path is None:
+            low = room
+            continue
+        best = nested.segments(path)
+        high = min(room, simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes)
+    return best

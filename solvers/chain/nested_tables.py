@@ -1,0 +1,219 @@
+"""What a segment costs inside, for every amount of room: the persistent recursion over nested segments.
+
+Inside a segment the choice is the same as outside: keep a stage's saved tensors, or keep only the input of an inner
+segment and come back to it. Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory", ACM TOMS 50 (2024), section 4. Here it
+runs over candidates and over held sets, as the flat programme does; room is counted in units, additions and needs
+rounded up, so what a table promises is safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ..leaf_peaks import leaf_peaks
+from ..problem import Segment
+from ..simulate import replay_ns, segment_peak
+from ..tables import IntArray, Tables
+from .level_edges import LevelEdges, SaveOptions
+
+INFINITE = np.iinfo(np.int64).max // 4
+_MOST_STATES = 20_000
+
+Place = tuple[int, int]
+
+
+class TooManyStatesError(Exception):
+    """Say that the levels inside segments have too many held sets to be searched."""
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A boundary of an inner level: what is visible and held there.
+
+    `offset` bytes of room are left over beyond whole units: chosen so that what kept stages add loses nothing.
+    """
+
+    position: int
+    visible: int
+    held: int
+    offset: int
+    steps: list[_Step] = field(default_factory=list)
+
+
+class _Step(NamedTuple):
+    """An edge in units: it needs `least`, passes on all but `shift`, and its child gets all but `entered`.
+
+    `forward` is what its forward moments need in bytes, beyond the state's offset; while the parent replays, the
+    parent's entry comes on top.
+    """
+
+    target: _State
+    keep: tuple[int, ...] | None
+    least: int
+    forward: int
+    shift: int
+    entered: int
+    cost: int
+
+
+class NestedTables:
+    """Hold, for each candidate and each number of units of room, the least time its backward can take."""
+
+    def __init__(self, tables: Tables, options: SaveOptions, *, unit_bytes: int, units: int) -> None:
+        """Prepare.
+
+        Args:
+            tables: Of the problem.
+            options: Save sets by candidate.
+            unit_bytes: Bytes of one unit of room.
+            units: Most units of room that matter.
+        """
+        self.tables = tables
+        self.unit = unit_bytes
+        self.size = units + 1
+        self.costs: dict[Place, IntArray] = {}
+        self._edges = LevelEdges(tables, options)
+        self._states: dict[tuple[int, int, int], _State] = {}
+
+    def build(self, deadline: float | None) -> None:
+        """Fill the tables.
+
+        Raises:
+            TooManyStatesError: If the held sets of inner levels are too many.
+            TimeoutError: If the deadline, in `time.perf_counter()` seconds, passes first.
+        """
+        by_stop: dict[int, list[int]] = {}
+        for start, stop in self.tables.candidates:
+            if self.tables.last_saver[stop] >= start:
+                by_stop.setdefault(stop, []).append(start)
+        for stop in sorted(by_stop):
+            if deadline is not None and time.perf_counter() > deadline:
+                raise TimeoutError
+            values = self._values(stop, by_stop[stop])
+            for start in by_stop[stop]:
+                replay = replay_ns(self.tables, start, stop, ())
+                row = np.minimum(values[self._root(start)] + replay, INFINITE)
+                row[self._leaf_units(start, stop) :] = replay
+                self.costs[start, stop] = row
+
+    def tree(self, start: int, stop: int, units: int) -> Segment:
+        """Return the segment that a table entry stands for."""
+        cost = int(self.costs[start, stop][units])
+        assert cost < INFINITE
+        if units >= self._leaf_units(start, stop):
+            return Segment(start=start, stop=stop)
+        values = self._values(stop, [start])
+        state = self._root(start)
+        children: list[Segment] = []
+        while state.position < stop:
+            times = {
+                step: self._time_by(state, step, values[step.target], units)
+                for step, least in self._allowed(state, stop)
+                if least <= units
+            }
+            step = min(times, key=lambda item: times[item])
+            assert times[step] == values[state][units]
+            place = (state.position, step.target.position)
+            if step.keep:
+                children.append(Segment(start=place[0], stop=place[1], keep=step.keep))
+            elif step.keep is not None:
+                children.append(self.tree(*place, units - step.entered))
+            units -= step.shift
+            state = step.target
+        return Segment(start=start, stop=stop, children=tuple(children))
+
+    def _leaf_units(self, start: int, stop: int) -> int:
+        return max(0, self._units(leaf_peaks(self.tables)[start, stop]))
+
+    def _root(self, start: int) -> _State:
+        return self._state(start, 0, 0, 0)
+
+    def _state(self, position: int, visible: int, held: int, offset: int) -> _State:
+        key = (position, visible, held)
+        state = self._states.get(key)
+        if state is None:
+            if len(self._states) >= _MOST_STATES:
+                raise TooManyStatesError
+            state = self._states[key] = _State(position, visible, held, offset)
+        return state
+
+    def _expand(self, state: _State) -> None:
+        """List the steps that leave a state, whatever the parent."""
+        for edge in self._edges.leave(state.position, state.visible, state.held):
+            offset = (state.offset - edge.added_bytes) % self.unit
+            target = self._state(edge.stop, edge.visible, edge.held, offset)
+            need = edge.entered_bytes
+            cost = 0
+            if edge.keep:
+                child = Segment(start=state.position, stop=edge.stop, keep=edge.keep)
+                need += segment_peak(self.tables, child).nbytes
+                cost = replay_ns(self.tables, child.start, child.stop, child.keep)
+            shift = max(0, self._units(edge.added_bytes + target.offset - state.offset))
+            entered = max(0, self._units(edge.entered_bytes - state.offset))
+            least = max(shift, self._units(need - state.offset), 0)
+            forward = edge.forward_bytes - state.offset
+            state.steps.append(_Step(target, edge.keep, least, forward, shift, entered, cost))
+
+    def _units(self, nbytes: int) -> int:
+        return -(-nbytes // self.unit)
+
+    def _values(self, stop: int, starts: list[int]) -> dict[_State, IntArray]:
+        """Return, for each state between the starts and the stop of a parent, its least time by units of room."""
+        last_saver = self.tables.last_saver[stop]
+        reached: list[dict[_State, None]] = [{} for _ in range(stop + 1)]
+        for start in starts:
+            reached[start][self._root(start)] = None
+        for position in range(min(starts), stop):
+            for state in reached[position]:
+                if not state.steps:
+                    self._expand(state)
+                for step in state.steps:
+                    if step.keep is None or step.target.position <= last_saver:
+                        reached[step.target.position][step.target] = None
+        values = {state: np.zeros(self.size, dtype=np.int64) for state in reached[stop]}
+        for position in range(stop - 1, min(starts) - 1, -1):
+            for state in reached[position]:
+                values[state] = self._value(state, stop, values)
+        return values
+
+    def _value(self, state: _State, stop: int, values: dict[_State, IntArray]) -> IntArray:
+        """Return the least time from one state, those after it being known."""
+        size = self.size
+        row = np.full(size, INFINITE, dtype=np.int64)
+        for step, least in self._allowed(state, stop):
+            if least >= size:
+                continue
+            part = values[step.target][least - step.shift : size - step.shift]
+            if step.keep:
+                part = part + step.cost
+            elif step.keep is not None:
+                child = self.costs[state.position, step.target.position]
+                part = part + child[least - step.entered : size - step.entered]
+            np.minimum(row[least:], part, out=row[least:])
+        return row
+
+    def _allowed(self, state: _State, stop: int) -> Iterator[tuple[_Step, int]]:
+        """Yield the steps that a parent ending at `stop` allows, each with the units that it needs there."""
+        last_saver = self.tables.last_saver[stop]
+        entry = int(self.tables.entry_extra[stop - 1])
+        for step in state.steps:
+            if step.keep is None:
+                replayed = state.position <= last_saver
+            elif step.target.position <= last_saver:
+                replayed = True
+            else:
+                continue
+            yield step, max(step.least, self._units(step.forward + entry)) if replayed else step.least
+
+    def _time_by(self, state: _State, step: _Step, ahead: IntArray, units: int) -> int:
+        """Return the least time from a state by one of its steps with so many units of room, if it is enough."""
+        total = int(ahead[units - step.shift]) + step.cost
+        if step.keep == ():
+            total += int(self.costs[state.position, step.target.position][units - step.entered])
+        return total

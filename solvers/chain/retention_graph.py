@@ -1,0 +1,149 @@
+"""All one-level plans of a problem as paths of a graph, exact for shared and skip tensors.
+
+A node is a boundary between stages together with the set of tensors that are alive or needed across it and already
+held; an edge is an item: a kept stage, or a segment with one of its save sets. An edge adds bytes to what is
+resident, adds time, and needs room above what is resident where it starts. A plan fits a budget when no edge of its
+path needs more than is left. The sets are small in practice (one to six tensors travel across a boundary); where
+they are not, the tensors that travel farthest are *pinned*: counted as held from their producer on, whoever holds
+them. That can only overstate a plan's memory, and it is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..leaf_peaks import leaf_peaks
+from ..problem import Problem, Segment
+from ..simulate import replay_ns, segment_peak
+from ..tables import Tables
+from .level_edges import LevelEdge, LevelEdges, SaveOptions, bits
+from .save_options import save_options
+
+MOST_NODES_AT_A_BOUNDARY = 96
+PINNED_NOTE = "{count} tensors that travel far are counted as held from their producer on; cheaper plans may exist"
+
+
+@dataclass(slots=True, kw_only=True)
+class RetentionGraph:
+    """Hold nodes in order of position, and edges as parallel lists.
+
+    Attributes:
+        nodes: The nodes of each boundary: held set, as bits over tensor ranks, to node number.
+        source: Where each edge starts.
+        target: Where each edge ends.
+        added_bytes: What it adds to the resident bytes.
+        forward_bytes: Its largest forward moment, above fixed bytes and the resident bytes where it starts.
+        entered_bytes: A segment: what its backward starts on, likewise. A kept stage: its backward moment.
+        needed_bytes: Its largest moment of all, likewise.
+        added_ns: Time of its replay.
+        items: The segment, or None for a kept stage.
+        pinned: The tensors counted as held from their producer on.
+        first_bytes: Resident bytes at the first node: pinned tensors that exist before the first stage.
+    """
+
+    nodes: list[dict[int, int]]
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    added_bytes: list[int] = field(default_factory=list)
+    forward_bytes: list[int] = field(default_factory=list)
+    entered_bytes: list[int] = field(default_factory=list)
+    needed_bytes: list[int] = field(default_factory=list)
+    added_ns: list[int] = field(default_factory=list)
+    items: list[Segment | None] = field(default_factory=list)
+    pinned: int = 0
+    first_bytes: int = 0
+
+    def node_count(self) -> int:
+        """Return the number of nodes of all boundaries."""
+        return sum(len(nodes) for nodes in self.nodes)
+
+
+class _TooManySetsError(Exception):
+    def __init__(self, sets: list[int]) -> None:
+        super().__init__(sets)
+        self.sets = sets
+
+
+def retention_graph(problem: Problem, tables: Tables, *, save_sets: bool) -> RetentionGraph:
+    """Return the graph of all one-level plans; it does not depend on the budget and is kept with the tables."""
+    key = ("graph", save_sets)
+    graph = tables.graphs.get(key)
+    if graph is None:
+        options = save_options(problem) if save_sets else {}
+        pinned = 0
+        while graph is None:
+            try:
+                graph = _build(tables, options, pinned)
+            except _TooManySetsError as error:
+                pinned |= _farthest(tables, error)
+        tables.graphs[key] = graph
+    assert isinstance(graph, RetentionGraph)
+    return graph
+
+
+def _farthest(tables: Tables, error: _TooManySetsError) -> int:
+    """Choose the quarter of the tensors that differ between the held sets which stay alive longest."""
+    union = intersection = error.sets[0]
+    for held in error.sets:
+        union |= held
+        intersection &= held
+    ranks = sorted(bits(union & ~intersection), key=lambda rank: -int(tables.last_alive[rank]))
+    return sum(1 << rank for rank in ranks[: max(1, len(ranks) // 4)])
+
+
+def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
+    """Build the graph boundary by boundary, node by node.
+
+    Raises:
+        _TooManySetsError: If a boundary has more held sets than the limit.
+    """
+    count = tables.stage_count
+    edges = LevelEdges(tables, options, pinned)
+    first = pinned & edges.made[0] & edges.crossing[0]
+    graph = RetentionGraph(
+        nodes=[{first: 0}, *({} for _ in range(count))], pinned=pinned, first_bytes=edges.total(first)
+    )
+    met = 1
+    for position in range(count):
+        nodes = graph.nodes[position]
+        if len(nodes) > MOST_NODES_AT_A_BOUNDARY:
+            raise _TooManySetsError(list(nodes))
+        for held, node in nodes.items():
+            for edge in edges.leave(position, edges.crossing[position], held, top=True):
+                targets = graph.nodes[edge.stop]
+                if edge.held not in targets:
+                    targets[edge.held] = met
+                    met += 1
+                    if len(targets) > 4 * MOST_NODES_AT_A_BOUNDARY:
+                        raise _TooManySetsError(list(targets))
+                graph.source.append(node)
+                graph.target.append(targets[edge.held])
+                _price(tables, graph, position, edge)
+    return _numbered(graph)
+
+
+def _price(tables: Tables, graph: RetentionGraph, position: int, edge: LevelEdge) -> None:
+    """Append what an edge adds and needs at the top level."""
+    segment = None if edge.keep is None else Segment(start=position, stop=edge.stop, keep=edge.keep)
+    inner = 0
+    if segment is not None:
+        inner = segment_peak(tables, segment).nbytes if segment.keep else leaf_peaks(tables)[position, edge.stop]
+    entered = edge.entered_bytes + tables.outliving_bytes
+    graph.added_bytes.append(edge.added_bytes)
+    graph.forward_bytes.append(edge.forward_bytes)
+    graph.entered_bytes.append(entered)
+    graph.needed_bytes.append(max(edge.forward_bytes, entered + inner))
+    graph.added_ns.append(replay_ns(tables, position, edge.stop, segment.keep) if segment else 0)
+    graph.items.append(segment)
+
+
+def _numbered(graph: RetentionGraph) -> RetentionGraph:
+    """Renumber the nodes by position: they were numbered as they were met."""
+    number: dict[int, int] = {}
+    for nodes in graph.nodes:
+        for held, node in nodes.items():
+            number[node] = len(number)
+            nodes[held] = number[node]
+    graph.source = [number[node] for node in graph.source]
+    graph.target = [number[node] for node in graph.target]
+    return graph

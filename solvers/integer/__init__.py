@@ -1,0 +1,1 @@
+"""The integer programme: save sets operator by operator, solved through PuLP; starts from the chain's answer."""
