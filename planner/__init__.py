@@ -6,6 +6,7 @@ from .compare import Comparison, compare
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
 from .finding.planning import Planner, plan
 from .largest_batch import BatchSearch, largest_batch
+from .options import StepOptions
 from .plan import Plan
 from .verify import Verification, verify
 
@@ -22,6 +23,7 @@ __all__ = [
     "PlanMismatchError",
     "Planner",
     "ReplayStateError",
+    "StepOptions",
     "Verification",
     "apply",
     "compare",

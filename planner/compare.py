@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 from torch import nn
-from torch.optim import Optimizer
 
 from ..profiler.step import Loss
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
+from .options import StepKeywords
 from .plan import Plan
 from .verify import verify
 
@@ -171,16 +171,12 @@ def compare(
     *,
     budgets: Sequence[int | str] = ("80%", "60%", "40%"),
     solvers: Sequence[str] = ("sqrt", "dp", "ilp"),
-    loss: Loss | None = None,
-    optimizer: Optimizer | str | None = None,
-    accumulation: bool = False,
-    units: Iterable[nn.Module] = (),
-    ranks: int = 1,
     measure: bool = False,
     planner: Planner | None = None,
     time_limit_s: float | None = 20.0,
     gap: float = 0.0,
     progress: Callable[[str], None] | None = None,
+    **step: Unpack[StepKeywords],
 ) -> Comparison:
     """Plan every budget with every solver from one profile.
 
@@ -193,17 +189,13 @@ def compare(
         batch: As for `plan`.
         budgets: Peaks of the whole step: bytes, "8GiB", or "60%" of the unplanned peak.
         solvers: Names from `SOLVERS`.
-        loss: As for `plan`.
-        optimizer: As for `plan`.
-        accumulation: As for `plan`.
-        units: As for `plan`.
-        ranks: As for `plan`; with several, all bytes are one rank's.
         measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real. One
             rank's peak cannot be measured so: with several, that column stays empty.
         planner: What `Planner.of` returned for this model and batch; then nothing is profiled.
         time_limit_s: Seconds for each solve; a plan may take several.
         gap: As for `plan`.
         progress: Called with a few words before each phase.
+        step: As for `plan`; see `StepOptions`. With several ranks all bytes are one rank's.
 
     Raises:
         BudgetError: A budget or a solver's name cannot be read, or there is none.
@@ -216,22 +208,15 @@ def compare(
     for budget in budgets:
         parse_budget(budget, 1 << 40)
     if planner is None:
-        planner = Planner.of(
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            accumulation=accumulation,
-            units=units,
-            ranks=ranks,
-            progress=progress,
-        )
+        planner = Planner.of(model, batch, progress=progress, **step)
+    else:
+        planner.check_given(model, batch, step)
     run = _Run(planner, {"time_limit_s": time_limit_s, "gap": gap, "progress": progress})
     for budget in budgets:
         for solver in solvers:
             run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
     if measure:
-        run.measure(model, batch, loss)
+        run.measure(model, batch, planner.options.loss)
     return run.comparison()
 
 

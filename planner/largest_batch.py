@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..profiler.step import Loss
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
+from .options import StepKeywords, StepOptions
 from .plan import Plan
 from .verify import Verification, verify
 
@@ -125,12 +124,10 @@ def largest_batch(
     model: nn.Module,
     sizes: Sequence[int] | None = None,
     solver: str = "auto",
-    loss: Loss | None = None,
-    optimizer: Optimizer | str | None = None,
     measure: bool = False,
-    repeats: int = 2,
     time_limit_s: float | None = 10.0,
     progress: Callable[[str], None] | None = None,
+    **step: Unpack[StepKeywords],
 ) -> BatchSearch:
     """Find the batch size that trains most samples per second under a budget.
 
@@ -145,12 +142,11 @@ def largest_batch(
         sizes: Sizes to try, ascending; None doubles from 1 until one does not fit, then looks between the neighbours
             of the best.
         solver: As for `plan`.
-        loss: As for `plan`.
-        optimizer: As for `plan`.
         measure: Run the chosen size through `verify`.
-        repeats: Timed repeats of each profile; 0 estimates times, and then sizes cannot well be told apart.
         time_limit_s: Seconds for each solve.
         progress: Called with a few words before each phase.
+        step: As for `plan`; see `StepOptions`. With `repeats=0` times are estimates, and sizes cannot well be told
+            apart.
 
     Raises:
         InfeasibleBudgetError: Not even the smallest size fits.
@@ -162,8 +158,8 @@ def largest_batch(
     if sizes is not None and (not sizes or any(size < 1 for size in sizes)):
         raise BudgetError(f"sizes must be batch sizes of at least 1, got {list(sizes)}")
     limit = parse_budget(budget, 1)
-    options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "repeats": repeats}
-    search = _Search(model, make_batch, limit, solver, time_limit_s, options, progress or (lambda _: None))
+    options = StepOptions.of(step)
+    search = _Search(model, make_batch, limit, solver, time_limit_s, step, progress or (lambda _: None))
     if sizes is not None:
         search.try_in_turn(sorted(set(sizes)))
     else:
@@ -171,7 +167,7 @@ def largest_batch(
     found = search.result()
     if not measure:
         return found
-    checked = verify(model, make_batch(found.size), found.plan, loss=loss, progress=progress)
+    checked = verify(model, make_batch(found.size), found.plan, loss=options.loss, progress=progress)
     return BatchSearch(budget_bytes=limit, tried=found.tried, plans=found.plans, verification=checked)
 
 
@@ -185,11 +181,11 @@ class _Search:
         budget_bytes: int,
         solver: str,
         time_limit_s: float | None,
-        options: dict[str, Any],
+        step: StepKeywords,
         say: Callable[[str], None],
     ) -> None:
         self.model, self.make_batch, self.budget_bytes = model, make_batch, budget_bytes
-        self.solver, self.time_limit_s, self.options, self.say = solver, time_limit_s, options, say
+        self.solver, self.time_limit_s, self.step, self.say = solver, time_limit_s, step, say
         self.tried: dict[int, BatchSize] = {}
         self.plans: dict[int, Plan] = {}
         self.refusal: InfeasibleBudgetError | None = None
@@ -224,7 +220,7 @@ class _Search:
         return entry
 
     def _plan(self, size: int) -> BatchSize:
-        planner = Planner.of(self.model, self.make_batch(size), **self.options)
+        planner = Planner.of(self.model, self.make_batch(size), **self.step)
         profile = planner.profile
         known: dict[str, Any] = {
             "size": size,

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from torch import nn
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _STRICT = ConfigDict(extra="forbid", strict=True)
-Count = Annotated[int, Field(ge=0)]
 Source = Literal["measured", "estimated"]
 
 
@@ -121,7 +121,7 @@ class Plan:
         gap: How far predicted_overhead may be above the optimum, relative; 0 where proven optimal.
         solver: The solver that found the plan.
         status: The solver's status (optimal, feasible, time limit).
-        step: Facts about the step planned for (accumulation, optimizer, headroom), as short strings or flags.
+        circumstances: How the step is run that the figures hold for: precision, optimizer, accumulation, ...
         bytes_from: Whether bytes were measured or estimated.
         times_from: Whether times were measured or estimated.
         fingerprint: The model planned for; None for a plan written by hand, which is then not compared.
@@ -144,7 +144,7 @@ class Plan:
     gap: float | None = None
     solver: str = ""
     status: str = ""
-    step: dict[str, str | bool | int | float] = field(default_factory=dict)
+    circumstances: Circumstances = field(default_factory=Circumstances)
     bytes_from: Source = "estimated"
     times_from: Source = "estimated"
     fingerprint: Fingerprint | None = None
@@ -274,7 +274,7 @@ def _headline(plan: Plan) -> str:
         f"plan: {len(plan.segments)} segments, peak {_mebibytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_mebibytes(plan.unplanned_peak_bytes)}, budget {_mebibytes(plan.budget_bytes)}), "
         f"overhead {_percent(plan.predicted_overhead)}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}"
+        f"bytes {plan.bytes_from}, times {plan.times_from}; {plan.circumstances.precision}"
     )
 
 

@@ -155,15 +155,17 @@ class _Bench:
     def __init__(self, step: Step, plan: Plan, steps: int, repeats: int, say: Callable[[str], None]) -> None:
         self.step, self.plan, self.steps, self.repeats, self.say = step, plan, steps, repeats, say
         self.device = next(step.model.parameters()).device
-        self.accumulation = bool(plan.step.get("accumulation", False))
+        known = plan.circumstances
+        self.accumulation = known.accumulation
         # With several ranks the plan knows the state over the shards, not the whole model's.
-        known = plan.step if plan.ranks == 1 else {}
-        self.optimizer_bytes = int(known.get("optimizer_bytes", 0))
-        self.floor_bytes = int(known.get("optimizer_step_peak_bytes", 0))
+        self.optimizer_bytes = known.optimizer_bytes if plan.ranks == 1 else 0
+        self.floor_bytes = known.optimizer_step_peak_bytes if plan.ranks == 1 else 0
 
     def run(self) -> Verification:
-        needed = self.plan.step.get("whole_step_bytes", (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes())
-        runs_whole = fits(int(needed), self.device)
+        needed = self.plan.circumstances.whole_step_bytes
+        if needed is None:
+            needed = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes()
+        runs_whole = fits(needed, self.device)
         self.say("running the planned step")
         planned = self._run(self._planned)
         self.say("running the unmodified step")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remat.planner.circumstances import Circumstances
 from remat.planner.errors import PlanError, PlanFileError, PlanMismatchError
 from remat.planner.fingerprint import Fingerprint
 from remat.planner.plan import SCHEMA_VERSION, BatchTensor, Call, Plan, PlannedSegment, SavedOperator
@@ -43,7 +44,7 @@ PLAN = Plan(
     gap=0.04,
     solver="dp",
     status="optimal",
-    step={"optimizer": "adamw", "accumulation": False, "headroom_bytes": 0},
+    circumstances=Circumstances(optimizer="adamw", autocast={"cpu": "bfloat16"}, headroom=0.05),
     bytes_from="measured",
     fingerprint=Fingerprint.of(Net(), calls=("", "blocks.0")),
     batch=(BatchTensor(name="input_ids", shape=(2, 8), dtype="torch.int64", device="cpu"),),
@@ -104,7 +105,7 @@ BROKEN = {
     "binary": ("\x00\x01", "not JSON"),
     "a list": ("[]", "no field 'segments'"),
     "another file": ('{"name": "config"}', "no field 'segments'"),
-    "another schema": (_edited(lambda c: c.update(schema_version=99)), "schema_version is 99, this remat reads 1"),
+    "another schema": (_edited(lambda c: c.update(schema_version=99)), "schema_version is 99, this remat reads 2"),
     "no schema": (_edited(lambda c: c.pop("schema_version")), "schema_version is None"),
     "a word for a number": (_edited(lambda c: c.update(budget_bytes="8GiB")), "field budget_bytes.*'8GiB'"),
     "a negative number": (_edited(lambda c: c.update(budget_bytes=-1)), "field budget_bytes"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, Plan, Planner, apply, plan, verify
+from remat.planner import InfeasibleBudgetError, Plan, Planner, apply, compare, plan, verify
 from remat.planner.budget import BudgetError, format_bytes, parse_budget
 from remat.solvers import SOLVERS, simulate
 from torch import nn
@@ -223,3 +223,34 @@ def test_calls_without_gradients_count_and_parameters_written_in_forward_are_put
 def test_a_small_number_without_a_unit_is_refused_as_text():
     with pytest.raises(BudgetError, match='write "60%"'):
         parse_budget("60", 1 << 30)
+
+
+def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ignored():
+    batch = torch.randn(64, 16)
+    first = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    other = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    planner = Planner.of(first, batch, loss=loss, repeats=0)
+    plan(first, batch, "100%", solver="none", planner=planner, loss=loss, accumulation=False)
+    wrong = (
+        ("another model", other, batch, {}),
+        ("another optimizer", first, batch, {"optimizer": "adamw"}),
+        ("another accumulation", first, batch, {"accumulation": True}),
+        ("another loss", first, batch, {"loss": lambda output: output.mean()}),
+        ("another ranks", first, batch, {"ranks": 2}),
+        ("another units", first, batch, {"units": [first[0]]}),
+        ("other shapes", first, torch.randn(32, 16), {}),
+    )
+    for words, model, given, options in wrong:
+        with pytest.raises(ValueError, match=words):
+            plan(model, given, "100%", solver="none", planner=planner, **options)
+        with pytest.raises(ValueError, match=words):
+            compare(model, given, budgets=("100%",), solvers=("none",), planner=planner, **options)
+
+
+def test_a_misspelt_option_is_named_with_the_one_that_was_meant():
+    with pytest.raises(TypeError, match="did you mean 'optimizer'"):
+        plan(nn.Linear(2, 2), torch.randn(2, 2), "50%", optimiser="adamw")

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, Unpack
 
 from torch import nn
-from torch.optim import Optimizer
 
-from ...profiler import BatchError, Profile, Session, open_session, profile
+from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
 from ...profiler.host import host_costs
 from ...profiler.optimizer import optimizer_bytes
-from ...profiler.step import Loss
+from ...profiler.step import Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.problem import Bridge
 from ..budget import BudgetError, check_share, format_bytes, parse_budget
-from ..errors import InfeasibleBudgetError
+from ..circumstances import Circumstances, autocast_now, device_words
+from ..errors import InfeasibleBudgetError, PlanError
 from ..fingerprint import Fingerprint
+from ..options import StepKeywords, StepOptions
 from ..plan import BatchTensor, Plan, PlannedSegment
 from ..sharding.sharding import Sharding
 from .explain import explain_peak
@@ -37,19 +38,13 @@ def plan(
     budget: int | str,
     *,
     solver: str = "auto",
-    loss: Loss | None = None,
-    optimizer: Optimizer | str | None = None,
-    accumulation: bool = False,
     headroom: float = 0.0,
-    save_sets: bool = True,
-    cross_operators: bool = True,
-    units: Iterable[nn.Module] = (),
-    ranks: int = 1,
     time_limit_s: float | None = None,
     gap: float = 0.0,
     planner: Planner | None = None,
     check: bool = True,
     progress: Callable[[str], None] | None = None,
+    **step: Unpack[StepKeywords],
 ) -> Plan:
     """Find where to checkpoint so that the step fits the budget and the added time is least.
 
@@ -60,47 +55,29 @@ def plan(
         batch: A mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor alone as one.
         budget: Most bytes at the peak of the whole step: an int, "8GiB", or "60%" of the unplanned peak.
         solver: A name from `SOLVERS`: "auto", "dp", "ilp", "sqrt", ...
-        loss: Takes the model's output to a scalar; default `output.loss`, else the mean of floating-point outputs.
-        optimizer: An instance or a name such as "adamw"; its state and step count in the peak.
-        accumulation: Count gradients as alive throughout.
         headroom: Share of the budget to keep free.
-        save_sets: Let segments keep some operators' outputs (selective checkpointing).
-        cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
-        units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
-            there only during their own calls, so a segment holds such a call whole or lies within it.
-        ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
-            those of one rank: shards of parameters, gradients and optimizer state, and what is gathered and reduced
-            meanwhile (`gathering` says how that is counted). 1 counts the whole model, as under DDP, whose gradient
-            buckets are not counted.
         time_limit_s: Seconds for each solve; None lets a solver finish, but for "auto" (20 s).
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
         check: Run the planned and the unmodified step once for real, and plan again without the segments whose replay
             computes something else.
         progress: Called with a few words before each phase.
+        step: What else the step is: loss, optimizer, accumulation, save_sets, units, ranks, ...; see `StepOptions`.
 
     Raises:
         InfeasibleBudgetError: No plan fits; it carries the smallest peak found, its plan, and what holds it there.
         BudgetError: The budget, the headroom or the solver's name cannot be read.
         BatchError: The batch, `units` or `ranks` cannot be used.
+        PlanError: `planner` was made for another model, batch or step than the one given.
     """
     check_share("headroom", headroom)
     check_solver(solver)
     check_effort(time_limit_s, gap)
     parse_budget(budget, 1 << 40)
     if planner is None:
-        planner = Planner.of(
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            accumulation=accumulation,
-            save_sets=save_sets,
-            cross_operators=cross_operators,
-            units=units,
-            ranks=ranks,
-            progress=progress,
-        )
+        planner = Planner.of(model, batch, progress=progress, **step)
+    else:
+        planner.check_given(model, batch, step)
     return planner.plan(
         budget,
         solver=solver,
@@ -136,32 +113,6 @@ def check_effort(time_limit_s: object, gap: object) -> None:
         raise BudgetError(f"gap must be a share in [0, 1), got {gap!r}: 0.01 accepts one per cent more added time")
 
 
-def _check_ranks(ranks: object) -> None:
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise BatchError(
-            f"ranks must be a positive int, got {ranks!r}: pass the number of processes that share the model's shards, "
-            "torch.distributed.get_world_size() for one"
-        )
-
-
-def _paths(model: nn.Module, units: object) -> list[str]:
-    """Return the paths of a model's modules.
-
-    Raises:
-        BatchError: One is not a module of the model.
-    """
-    paths = {id(module): name for name, module in model.named_modules()}
-    if not isinstance(units, Iterable):
-        raise BatchError(
-            f"units must be several modules of the model, got {type(units).__name__}: pass model.layers, say"
-        )
-    given = list(units)
-    for unit in given:
-        if id(unit) not in paths:
-            raise BatchError(f"units must be modules of the model, got a {type(unit).__name__}: pass model.layers, say")
-    return [paths[id(unit)] for unit in given]
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -172,49 +123,54 @@ class Planner:
 
     Attributes:
         search: The profiled step, and what finds plans for it.
-        optimizer: Name of the optimizer counted, or "".
         trials: Runs plans for real to see that they compute the same.
+        options: What the step is besides its model and batch.
         units: Paths of the modules that are sharded on their own.
+        autocast: What autocast was set to, as in `Circumstances`.
     """
 
     search: Search
-    optimizer: str
     trials: Trials
+    options: StepOptions
     units: tuple[str, ...]
+    autocast: dict[str, str]
 
     @staticmethod
     def of(
         model: nn.Module,
         batch: object,
         *,
-        loss: Loss | None = None,
-        optimizer: Optimizer | str | None = None,
-        accumulation: bool = False,
-        save_sets: bool = True,
-        cross_operators: bool = True,
-        units: Iterable[nn.Module] = (),
-        ranks: int = 1,
-        repeats: int = 3,
         progress: Callable[[str], None] | None = None,
+        **step: Unpack[StepKeywords],
     ) -> Planner:
-        """Profile a step; the arguments are those of `plan`."""
-        _check_ranks(ranks)
+        """Profile a step.
+
+        Args:
+            model: The model, on the device it is trained on.
+            batch: As for `plan`.
+            progress: Called with a few words before each phase.
+            step: As for `plan`; see `StepOptions`.
+
+        Raises:
+            BatchError: The batch, `units` or `ranks` cannot be used.
+        """
+        options = StepOptions.of(step)
+        ranks, optimizer = options.ranks, options.optimizer
         # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
-        kept_whole = accumulation and ranks == 1
-        session = open_session(model, batch, loss, accumulation=kept_whole)
-        paths = _paths(model, units)
+        kept_whole = options.accumulation and ranks == 1
+        session = open_session(model, batch, options.loss, accumulation=kept_whole)
+        paths = options.unit_paths(model)
         sharding = None
         if ranks > 1:
-            round_to = session.round_to
-            sharding = Sharding.of(model, paths, ranks, accumulation=accumulation, round_to=round_to)
+            sharding = Sharding.of(model, paths, ranks, accumulation=options.accumulation, round_to=session.round_to)
         with unplanned(model):
             whole = profile(
                 model,
                 batch,
-                loss=loss,
+                loss=options.loss,
                 optimizer=optimizer,
                 accumulation=kept_whole,
-                repeats=repeats,
+                repeats=options.repeats,
                 session=session,
                 progress=progress,
             )
@@ -224,12 +180,33 @@ class Planner:
                 kept = None if optimizer is None else optimizer_bytes(session.step, optimizer, **sizes)
                 recorded = sharding.of_profile(whole, kept)
         bridge = Bridge(
-            recorded, host_costs(session.device), cross_operators=cross_operators, save_sets=save_sets, units=paths
+            recorded,
+            host_costs(session.device),
+            cross_operators=options.cross_operators,
+            save_sets=options.save_sets,
+            units=paths,
         )
-        name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
-        trials = Trials(session.reference)
         search = Search(recorded, whole, bridge, session, sharding)
-        return Planner(search, name, trials, tuple(paths))
+        return Planner(search, Trials(session.reference), options, paths, autocast_now(session.device.type))
+
+    def check_given(self, model: nn.Module, batch: object, step: StepKeywords) -> None:
+        """Refuse a model, a batch or options that this planner was not made with: they would be ignored.
+
+        Raises:
+            PlanError: One differs; the message names it.
+        """
+        if model is not self.session.step.model:
+            raise PlanError(
+                f"planner= was made for another model (a {type(self.session.step.model).__name__}) than the "
+                f"{type(model).__name__} given, which would be ignored: pass the model that it was made with"
+            )
+        known, given = _batch_tensors(self.session.step), _batch_tensors(Step.of(model, batch, self.options.loss))
+        if known != given:
+            raise PlanError(
+                "planner= was made for a batch of other shapes, dtypes or devices "
+                f"({_shapes(known)}) than the one given ({_shapes(given)}): make a planner with it"
+            )
+        self.options.check_given(step)
 
     @property
     def profile(self) -> Profile:
@@ -339,18 +316,20 @@ class Planner:
             gap=solution.gap,
             solver=solution.solver,
             status=str(solution.status.value),
-            step={
-                "accumulation": recorded.accumulation,
-                "optimizer": self.optimizer,
-                "optimizer_bytes": recorded.parts.optimizer,
-                "optimizer_step_peak_bytes": recorded.parts.optimizer_step_peak,
-                "headroom": headroom,
-                **({"whole_step_bytes": self._whole_step_bytes()} if self.ranks > 1 else {}),
-            },
+            circumstances=Circumstances(
+                autocast=self.autocast,
+                device=device_words(self.session.device),
+                accumulation=recorded.accumulation,
+                optimizer=self.options.optimizer_name,
+                optimizer_bytes=recorded.parts.optimizer,
+                optimizer_step_peak_bytes=recorded.parts.optimizer_step_peak,
+                whole_step_bytes=self._whole_step_bytes(),
+                headroom=headroom,
+            ),
             bytes_from="measured",
             times_from=source,
             fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
-            batch=_batch_tensors(self.session),
+            batch=_batch_tensors(self.session.step),
             versions=_versions(),
             notes=tuple(
                 dict.fromkeys(
@@ -392,8 +371,7 @@ def silent(_: str) -> None:
     """Take progress and say nothing."""
 
 
-def _batch_tensors(session: Session) -> tuple[BatchTensor, ...]:
-    step = session.step
+def _batch_tensors(step: Step) -> tuple[BatchTensor, ...]:
     named: list[tuple[str, Any]] = [(str(position), value) for position, value in enumerate(step.args)]
     named += list(step.kwargs.items())
     return tuple(
@@ -401,6 +379,10 @@ def _batch_tensors(session: Session) -> tuple[BatchTensor, ...]:
         for name, value in named
         if hasattr(value, "shape") and hasattr(value, "dtype")
     )
+
+
+def _shapes(tensors: tuple[BatchTensor, ...]) -> str:
+    return ", ".join(f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}" for tensor in tensors)
 
 
 def _versions() -> dict[str, str]:

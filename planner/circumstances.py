@@ -1,0 +1,64 @@
+"""The circumstances that a plan's figures hold under: precision, what is held, what else counts in the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """Say how the step is run that a plan was made for. In other circumstances a plan stays exact, its figures do not.
+
+    Attributes:
+        autocast: By kind of device, the dtype that autocast was on with, like {"cpu": "bfloat16"}; empty without it.
+        device: Where the model was: a kind of device, and its name where it has one.
+        accumulation: Gradients exist throughout.
+        optimizer: Name of the optimizer counted, "" where none is.
+        optimizer_bytes: Its state.
+        optimizer_step_peak_bytes: Most bytes alive during its own step, everything included.
+        whole_step_bytes: What the unmodified step of the whole model allocates above its entry; what one process needs
+            to run it.
+        headroom: Share of the budget that was kept free.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    autocast: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    accumulation: bool = False
+    optimizer: str = ""
+    optimizer_bytes: Count = 0
+    optimizer_step_peak_bytes: Count = 0
+    whole_step_bytes: Count | None = None
+    headroom: float = 0.0
+
+    @property
+    def precision(self) -> str:
+        """Return the precision in words: "as the parameters are", or "bfloat16 autocast on cpu"."""
+        return precision_words(self.autocast)
+
+
+def precision_words(autocast: dict[str, str]) -> str:
+    """Say what autocast does, in words."""
+    kinds = [f"{dtype} autocast on {kind}" for kind, dtype in autocast.items()]
+    return " and ".join(kinds) or "no autocast"
+
+
+def autocast_now(kind: str) -> dict[str, str]:
+    """Return what autocast is set to in this thread for the CPU and another kind of device, as in `Circumstances`."""
+    kinds = dict.fromkeys(("cpu", kind))
+    return {
+        name: str(torch.get_autocast_dtype(name)).removeprefix("torch.")
+        for name in kinds
+        if torch.is_autocast_enabled(name)
+    }
+
+
+def device_words(device: torch.device) -> str:
+    """Return a kind of device, and the name of the device where it has one."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type

@@ -1,0 +1,131 @@
+"""The options of a training step, in one frozen object: what counts in its peak, and how it may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, TypedDict
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..profiler import BatchError
+from ..profiler.step import Loss
+from .errors import PlanError
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of `StepOptions` as keywords of `plan`, `compare`, `largest_batch` and `Planner.of`."""
+
+    loss: Loss | None
+    optimizer: Optimizer | str | None
+    accumulation: bool
+    save_sets: bool
+    cross_operators: bool
+    units: Iterable[nn.Module]
+    ranks: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Say what a training step is besides its model and batch.
+
+    Attributes:
+        loss: Takes the model's output to a scalar; None takes `output.loss`, else the mean of floating-point outputs.
+        optimizer: An instance or a name such as "adamw"; its state and step count in the peak. None counts neither.
+        accumulation: Count gradients as alive throughout.
+        save_sets: Let segments keep some operators' outputs (selective checkpointing).
+        cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
+        units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
+            there only during their own calls, so a segment holds such a call whole or lies within it.
+        ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
+            those of one rank: shards of parameters, gradients and optimizer state, and what is gathered and reduced
+            meanwhile (`planner/sharding/gathering.py` says how that is counted). 1 counts the whole model, as under
+            DDP, whose gradient buckets are not counted.
+        repeats: Most timed repeats of the profile after a warm-up; 0 estimates times and says so.
+    """
+
+    loss: Loss | None = None
+    optimizer: Optimizer | str | None = None
+    accumulation: bool = False
+    save_sets: bool = True
+    cross_operators: bool = True
+    units: tuple[nn.Module, ...] = ()
+    ranks: int = 1
+    repeats: int = 3
+
+    @classmethod
+    def of(cls, keywords: StepKeywords) -> StepOptions:
+        """Check keywords and freeze them.
+
+        Raises:
+            TypeError: There is no such option.
+            BatchError: `units` or `ranks` cannot be used.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                meant = f"did you mean {close[0]!r}?" if close else f"the options of a step are {', '.join(known)}"
+                raise TypeError(f"got an unexpected keyword argument {name!r}: {meant}")
+        units: Any = keywords.get("units", ())
+        if not isinstance(units, Iterable):
+            raise BatchError(
+                f"units must be several modules of the model, got {type(units).__name__}: pass model.layers, say"
+            )
+        _check_ranks(keywords.get("ranks", 1))
+        given: dict[str, Any] = {**keywords, "units": tuple(units)}
+        return cls(**given)
+
+    @property
+    def optimizer_name(self) -> str:
+        """Return the name of the optimizer that is counted, "" where none is."""
+        optimizer = self.optimizer
+        return optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer is not None else ""
+
+    def unit_paths(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the paths of `units` in a model.
+
+        Raises:
+            BatchError: One is not a module of the model.
+        """
+        paths = {id(module): name for name, module in model.named_modules()}
+        for unit in self.units:
+            if id(unit) not in paths:
+                raise BatchError(
+                    f"units must be modules of the model, got a {type(unit).__name__}: pass model.layers, say"
+                )
+        return tuple(paths[id(unit)] for unit in self.units)
+
+    def check_given(self, keywords: StepKeywords) -> None:
+        """Refuse keywords that differ from these options, and would be ignored.
+
+        Raises:
+            PlanError: One differs; the message names it.
+        """
+        for name, value in self.of(keywords).items():
+            known = getattr(self, name)
+            if name in keywords and value is not known and (callable(value) or value != known):
+                raise PlanError(
+                    f"planner= was made with another {name} ({_short(known)}) than the {name}={_short(value)} given "
+                    "here, which would be ignored: leave it out, or make a planner with it"
+                )
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the options with their names."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def _check_ranks(ranks: object) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise BatchError(
+            f"ranks must be a positive int, got {ranks!r}: pass the number of processes that share the model's shards, "
+            "torch.distributed.get_world_size() for one"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return text if len(text) <= 40 else f"{text[:37]}..."
