@@ -16,8 +16,9 @@ import torch
 from remat.planner.bridge.problem import Bridge
 from remat.profiler import Profile
 from remat.profiler.host import HostCosts
-from remat.profiler.records import Operator as Call
-from remat.profiler.records import StageSpan, Storage
+from remat.profiler.records import StageSpan
+from remat.profiler.step_record import Operator as Call
+from remat.profiler.step_record import Storage
 from remat.solvers import Candidate, Operator, Problem, Stage, Tensor
 from torch import nn
 from torch.nn import functional as F  # noqa: N812

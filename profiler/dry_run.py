@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 
 from .internals import FakeTensorMode, tensor_registries
 from .preserve import preserved
-from .recorder import SMALL_NUMEL, Recorder, Recording
+from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
 from .step import BatchError, Step, carried_loss
+from .step_record import StepRecord
 
 
 class DryRunError(RuntimeError):
@@ -63,7 +63,7 @@ def dry_run(
     round_to: int = 1,
     scratch: ScratchMeter | None = None,
     planned: bool = False,
-) -> Recording:
+) -> StepRecord:
     """Record one step (forward, loss, backward) on fake tensors.
 
     Whatever is applied to the model is executed as it is, so an applied plan is priced exactly. The model is left as
@@ -100,7 +100,7 @@ def record_step(
     scratch: ScratchMeter | None = None,
     forward_only: bool = False,
     planned: bool = False,
-) -> Recording:
+) -> StepRecord:
     """Record one step on whatever tensors the model and the batch are made of.
 
     Args:
@@ -114,7 +114,6 @@ def record_step(
     """
     model = step.model
     recorder = Recorder(round_to=round_to, scratch=scratch)
-    recording = recorder.recording
     for name, parameter in model.named_parameters():
         recorder.identify(parameter, "parameter", name)
         if accumulation and parameter.requires_grad:
@@ -128,32 +127,17 @@ def record_step(
         saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
             output = step.forward()
-            recording.forward_stop = len(recording.operators)
-            recording.loss_is_assumed = step.loss is None and carried_loss(output) is None
+            recorder.forward_stop = recorder.count
+            recorder.loss_is_assumed = step.loss is None and carried_loss(output) is None
             loss = step.loss_of(output)
-        recording.loss_stop = len(recording.operators)
+        recorder.loss_stop = recorder.count
         if not forward_only:
             loss.backward()
-        recording.backward_stop = len(recording.operators)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                index, _ = recorder.identify(parameter.grad, "gradient", name)
-                recording.storages[index].kind, recording.storages[index].name = "gradient", name
-    recorder.stop()
-    del output, loss
-    _link_backward(recording)
-    return recording
-
-
-def _link_backward(recording: Recording) -> None:
-    """Link backward operators to the forward operators whose gradient they compute, by autograd's sequence numbers."""
-    sequences = [operator.sequence for operator in recording.operators[: recording.loss_stop]]
-    latest = recording.loss_stop - 1
-    for operator in recording.operators[recording.loss_stop :]:
-        position = bisect_right(sequences, operator.sequence)
-        if position < recording.loss_stop:
-            latest = position
-        operator.forward_of = latest
+                recorder.became_gradient(parameter.grad, name)
+    record = recorder.finish()
+    return record if scratch is None else scratch.fill_in(record)
 
 
 @contextmanager

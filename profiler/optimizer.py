@@ -52,19 +52,18 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
             for parameter in trained:
                 recorder.identify(parameter, "parameter")
                 recorder.identify(parameter.grad, "gradient")
-            before = {index for index, _ in enumerate(recorder.recording.storages)}
+            before = len(recorder.lives)
             for state in copied.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
                         recorder.identify(value, "buffer")
-            known = len(recorder.recording.storages)
+            known = len(recorder.lives)
             with recorder:
                 copied.step()
-            recorder.stop()
-    storages = recorder.recording.storages
-    state_bytes = sum(storages[index].nbytes for index in range(known) if index not in before)
-    fixed = sum(storage.nbytes for storage in storages[:known])
-    return state_bytes, max(0, recorder.recording.peak_bytes() - fixed)
+            record = recorder.finish()
+    state_bytes = sum(storage.nbytes for storage in record.storages[before:known])
+    fixed = sum(storage.nbytes for storage in record.storages[:known])
+    return state_bytes, max(0, record.peak_bytes() - fixed)
 
 
 def _first_part(parameter: nn.Parameter, ranks: int) -> nn.Parameter:

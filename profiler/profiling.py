@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from .allocator import collected, fits
 from .dry_run import DryRunError, dry_run, faked, record_step
-from .internals import forward_hooks
 from .optimizer import optimizer_bytes
 from .preserve import preserved
-from .recorder import RecordedOperator, Recording
-from .records import ModuleCall, Operator, Parts, Profile, Storage
+from .records import Parts, Profile
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
 from .step import BatchError, Loss, Step
+from .step_record import Operator, StepRecord, Storage
 from .timing import forward_without_saving, operator_times, timed_ns, train_once
 
 CUDA_GRANULARITY = 512
@@ -51,7 +50,7 @@ class Session:
         """Return the allocation granularity of the device, in bytes."""
         return CUDA_GRANULARITY if self.device.type == "cuda" else 1
 
-    def record(self, method: Literal["dry run", "real step"], *, planned: bool = False) -> Recording:
+    def record(self, method: Literal["dry run", "real step"], *, planned: bool = False) -> StepRecord:
         """Record the step as the model is now, with or without a plan applied."""
         options: dict[str, Any] = {
             "accumulation": self.accumulation,
@@ -134,7 +133,7 @@ def profile(
         )
     if recording.loss_is_assumed:
         notes.append("no loss was given and the output carries none: the mean of the outputs was taken; pass loss=")
-    needed = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
+    needed = recording.peak_bytes() - recording.entry_bytes()
     runs_whole = fits(needed, device)
     say("measuring operators' workspace")
     allocated = 0
@@ -145,12 +144,12 @@ def profile(
         session.reference = run_steps(step, nullcontext)
         allocated = session.reference.peak_bytes
     session.scratch.measure_alone()
-    recording.fill_scratch(session.scratch)
-    recorded = recording.peak_bytes() - sum(storage.nbytes for storage in recording.storages if storage.born < 0)
+    recording = session.scratch.fill_in(recording)
+    recorded = recording.peak_bytes() - recording.entry_bytes()
     unseen = max(0, allocated - recorded) if not accumulation else 0
     if unseen > 0.01 * recorded:
         notes.append(f"the allocator gave out {unseen} bytes more than was recorded; every peak is raised by them")
-    names = [operator.name for operator in recording.operators[: recording.loss_stop]]
+    names = [operator.operator for operator in recording.operators[: recording.loss_stop]]
     say("timing its operators")
     times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
     say("timing the step")
@@ -158,14 +157,14 @@ def profile(
     say("recording the optimizer")
     parts = _parts(session, recording, optimizer)
     storages = _storages(recording, unsaved)
-    calls = _calls(model, recording)
+    untimed = len(recording.operators) - len(times)
     return Profile(
         model=type(model).__name__,
         device=str(device),
-        operators=tuple(_operator(o, times[i] if i < len(times) else 0) for i, o in enumerate(recording.operators)),
-        calls=calls,
+        operators=tuple(map(_timed, recording.operators, [*times, *([0] * untimed)])),
+        calls=recording.calls,
         storages=storages,
-        stages=cut(calls, storages, recording.loss_stop),
+        stages=cut(recording.calls, storages, recording.loss_stop),
         forward_stop=recording.forward_stop,
         loss_stop=recording.loss_stop,
         parts=parts,
@@ -181,7 +180,7 @@ def profile(
 
 
 def _times(
-    session: Session, recording: Recording, names: Sequence[str], repeats: int, notes: list[str]
+    session: Session, recording: StepRecord, names: Sequence[str], repeats: int, notes: list[str]
 ) -> tuple[list[int], int, str]:
     if repeats <= 0:
         times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
@@ -198,7 +197,7 @@ def _times(
     return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of up to {repeats}"
 
 
-def _moved_bytes(operator: RecordedOperator, recording: Recording) -> int:
+def _moved_bytes(operator: Operator, recording: StepRecord) -> int:
     if not operator.produces and not operator.writes:
         return 0
     return sum(recording.storages[index].nbytes for index in (*operator.reads, *operator.produces))
@@ -214,10 +213,8 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
         return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
 
 
-def _parts(session: Session, recording: Recording, optimizer: Optimizer | str | None) -> Parts:
-    def total(kind: str) -> int:
-        return sum(storage.nbytes for storage in recording.storages if storage.kind == kind)
-
+def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str | None) -> Parts:
+    total = recording.total_bytes
     parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
     state = step_peak = 0
     if optimizer is not None:
@@ -234,74 +231,24 @@ def _parts(session: Session, recording: Recording, optimizer: Optimizer | str | 
     )
 
 
-def _operator(operator: RecordedOperator, forward_ns: int) -> Operator:
-    return Operator(
-        operator=operator.name,
-        call=operator.call,
-        forward_ns=forward_ns,
-        output_bytes=operator.output_bytes,
-        scratch_bytes=operator.scratch_bytes,
-        reads=operator.reads,
-        produces=operator.produces,
-        writes=operator.writes,
-        is_random=operator.is_random,
-        is_view=operator.is_view,
-        private_generator=operator.private_generator,
-        fills_argument=operator.fills_argument,
-        counted=operator.counted,
-        forward_of=operator.forward_of,
-    )
+def _timed(operator: Operator, forward_ns: int) -> Operator:
+    return replace(operator, forward_ns=forward_ns)
 
 
-def _storages(recording: Recording, unsaved: Recording) -> tuple[Storage, ...]:
+def _storages(recording: StepRecord, unsaved: StepRecord) -> tuple[Storage, ...]:
     """Join the lives of storages in the real step with their lives when nothing is saved."""
     stop = recording.loss_stop
-    same = [o.name for o in recording.operators[:stop]] == [o.name for o in unsaved.operators]
+    same = [o.operator for o in recording.operators[:stop]] == [o.operator for o in unsaved.operators]
     joined: list[Storage] = []
     for index, storage in enumerate(recording.storages):
-        readers = [reader for reader in storage.read_by if reader < stop]
+        readers = tuple(reader for reader in storage.read_by if reader < stop)
         last_unsaved: int | None = max([storage.born, *readers])
         twin = unsaved.storages[index] if same and index < len(unsaved.storages) else None
         if twin is not None and (twin.nbytes, twin.born) == (storage.nbytes, storage.born):
             last_unsaved = twin.last
-        joined.append(
-            Storage(
-                nbytes=storage.nbytes,
-                kind=storage.kind,  # pyright: ignore[reportArgumentType]
-                name=storage.name,
-                born=storage.born,
-                last=storage.last,
-                last_unsaved=last_unsaved,
-                saved_by=tuple(sorted(storage.saved_by)),
-                read_by=tuple(sorted(readers)),
-                written_by=tuple(sorted(writer for writer in storage.written_by if writer < stop)),
-            )
-        )
+        writers = tuple(writer for writer in storage.written_by if writer < stop)
+        joined.append(replace(storage, last_unsaved=last_unsaved, read_by=readers, written_by=writers))
     return tuple(joined)
-
-
-def _calls(model: nn.Module, recording: Recording) -> tuple[ModuleCall, ...]:
-    modules = dict(model.named_modules())
-    return tuple(
-        ModuleCall(
-            module=call.module,
-            kind=call.kind,
-            index=call.index,
-            parent=call.parent,
-            start=call.start,
-            stop=call.stop,
-            training=call.training,
-            hooked=_hooked(modules[call.module]),
-            findings=tuple(call.findings),
-            differentiable=call.differentiable,
-        )
-        for call in recording.calls
-    )
-
-
-def _hooked(module: nn.Module) -> bool:
-    modules = [getattr(hook, "__module__", None) or "" for hook in forward_hooks(module)]
-    return any(not name.startswith("torch.distributed") for name in modules)
 
 
 def _silent(_: str) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,109 +21,64 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from .internals import FakeTensor, autograd_sequence, fake_mode_is_on, storage_key, unset_fake_temporarily
-from .lives import live_bytes_by_kind
+from .internals import (
+    FakeTensor,
+    autograd_sequence,
+    fake_mode_is_on,
+    forward_hooks,
+    storage_key,
+    unset_fake_temporarily,
+)
 from .scratch import ScratchMeter
 from .step import BatchError
+from .step_record import Kind, ModuleCall, Operator, StepRecord, Storage
 
 SMALL_NUMEL = 1 << 20
 """Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
 
 
-@dataclass(slots=True)
-class RecordedStorage:
-    """A storage's life. Times count operators: `born` 3 means it came with operator 3, -1 that it was there before."""
+class _Life:
+    """What is known so far of a storage; `Storage` says what each part means."""
 
-    nbytes: int
-    born: int
-    kind: str
-    name: str = ""
-    last: int | None = None
-    """Last operator during which it is alive; None when it outlives the recording."""
-    saved_by: set[int] = field(default_factory=set)
-    read_by: set[int] = field(default_factory=set)
-    written_by: set[int] = field(default_factory=set)
+    __slots__ = ("born", "kind", "last", "name", "nbytes", "read_by", "saved_by", "written_by")
+
+    def __init__(self, nbytes: int, born: int, kind: Kind, name: str) -> None:
+        self.nbytes, self.born, self.name = nbytes, born, name
+        self.kind: Kind = kind
+        self.last: int | None = None
+        self.saved_by: set[int] = set()
+        self.read_by: set[int] = set()
+        self.written_by: set[int] = set()
+
+    def frozen(self) -> Storage:
+        """Return it as data."""
+        return Storage(
+            nbytes=self.nbytes,
+            kind=self.kind,
+            name=self.name,
+            born=self.born,
+            last=self.last,
+            last_unsaved=self.last,
+            saved_by=tuple(sorted(self.saved_by)),
+            read_by=tuple(sorted(self.read_by)),
+            written_by=tuple(sorted(self.written_by)),
+        )
 
 
-@dataclass(slots=True)
-class RecordedOperator:
-    """One operator. `forward_of` links a backward operator to the forward operator whose gradient it computes."""
+class _Seen(NamedTuple):
+    """What is remembered of an operator beside its record, until the step ends.
 
-    name: str
-    call: int
-    reads: tuple[int, ...]
-    produces: tuple[int, ...]
-    writes: tuple[int, ...]
-    output_bytes: int
-    scratch_key: str | None
-    is_random: bool
-    is_inplace: bool
-    of_view: bool
-    is_view: bool
-    private_generator: bool
-    fills_argument: bool
+    Attributes:
+        sequence: Autograd's number of the node that it makes, or that is now in backward.
+        of_view: Its first argument is a view.
+        grad_enabled: Gradients were on.
+        scratch_key: See `StepRecord.scratch_keys`.
+    """
+
     sequence: int
-    counted: bool
+    of_view: bool
     grad_enabled: bool
-    scratch_bytes: int = 0
-    forward_of: int = -1
-
-
-@dataclass(slots=True)
-class RecordedCall:
-    """One call of a module's forward; `start` and `stop` are the operators it ran, half open."""
-
-    module: str
-    kind: str
-    index: int
-    parent: int
-    start: int
-    training: bool
-    differentiable: bool = False
-    """Whether a tensor among its arguments needs a gradient."""
-    stop: int = -1
-    findings: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Recording:
-    """What was seen. `forward_stop`, `loss_stop` and `backward_stop` are operator counts at the ends of the phases."""
-
-    operators: list[RecordedOperator] = field(default_factory=list)
-    calls: list[RecordedCall] = field(default_factory=list)
-    storages: list[RecordedStorage] = field(default_factory=list)
-    forward_stop: int = 0
-    loss_stop: int = 0
-    backward_stop: int = 0
-    loss_is_assumed: bool = False
-    """Whether the mean of the outputs was taken, for want of a loss."""
-
-    def live_bytes(self) -> np.ndarray:
-        """Return, for every operator, the bytes alive at its worst moment (its outputs and scratch included)."""
-        change = np.zeros(len(self.operators) + 1, dtype=np.int64)
-        for storage in self.storages:
-            if storage.last is None or storage.last >= storage.born:
-                change[max(storage.born, 0)] += storage.nbytes
-                if storage.last is not None:
-                    change[storage.last + 1] -= storage.nbytes
-        scratch = np.array([operator.scratch_bytes for operator in self.operators], dtype=np.int64)
-        return np.cumsum(change)[:-1] + scratch
-
-    def live_bytes_by_kind(self) -> dict[str, np.ndarray]:
-        """Return the same without scratch, by category; what replays made is "recomputed"."""
-        replayed = np.array([operator.grad_enabled for operator in self.operators], dtype=np.bool_)
-        replayed[: self.loss_stop] = False
-        return live_bytes_by_kind(self.storages, loss_stop=self.loss_stop, replayed=replayed)
-
-    def fill_scratch(self, scratch: ScratchMeter) -> None:
-        """Take the operators' scratch from what a meter knows."""
-        for operator in self.operators:
-            if operator.scratch_key is not None:
-                operator.scratch_bytes = scratch.scratch_bytes(operator.scratch_key)
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes alive at any moment of the recording."""
-        return int(self.live_bytes().max(initial=0))
+    scratch_key: str | None
 
 
 class Recorder(TorchDispatchMode):
@@ -131,11 +87,22 @@ class Recorder(TorchDispatchMode):
     Args:
         round_to: Allocation granularity in bytes (512 on CUDA, 1 on CPU).
         scratch: Measures what operators allocate and free inside themselves; None leaves it out.
+
+    Attributes:
+        lives: The storages met so far.
+        forward_stop: Operators of the model's forward, once it has ended.
+        loss_stop: Operators of forward and loss, once they have ended.
+        loss_is_assumed: See `StepRecord`.
     """
 
     def __init__(self, *, round_to: int = 1, scratch: ScratchMeter | None = None) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.lives: list[_Life] = []
+        self.forward_stop = self.loss_stop = 0
+        self.loss_is_assumed = False
+        self._operators: list[Operator] = []
+        self._seen: list[_Seen] = []
+        self._calls: list[ModuleCall] = []
         self._round_to = round_to
         self._scratch = scratch
         self._index_of: dict[int, int] = {}
@@ -143,15 +110,47 @@ class Recorder(TorchDispatchMode):
         self._stack: list[int] = [-1]
         self._pending: list[int] = []
         self._counts: dict[str, int] = {}
+        self._hooked: dict[str, bool] = {}
         self._stopped = False
         self._finish_attributes: list[Callable[[], list[str]]] = []
 
-    def stop(self) -> None:
-        """Take no more deaths: what is alive now outlives the recording. Fill in the operators' scratch."""
+    @property
+    def count(self) -> int:
+        """Return how many operators were recorded so far."""
+        return len(self._operators)
+
+    def finish(self) -> StepRecord:
+        """Take no more deaths, so that what is alive now outlives the step, and return the record."""
         self._stopped = True
         self._accumulate_in_place()
-        if self._scratch is not None:
-            self.recording.fill_scratch(self._scratch)
+        sources = self._forward_of()
+        operators = tuple(
+            operator
+            if k < self.loss_stop
+            else replace(operator, forward_of=sources[k], replayed=self._seen[k].grad_enabled)
+            for k, operator in enumerate(self._operators)
+        )
+        return StepRecord(
+            operators=operators,
+            calls=tuple(self._calls),
+            storages=tuple(life.frozen() for life in self.lives),
+            forward_stop=self.forward_stop,
+            loss_stop=self.loss_stop,
+            loss_is_assumed=self.loss_is_assumed,
+            scratch_keys=tuple(seen.scratch_key for seen in self._seen),
+        )
+
+    def _forward_of(self) -> list[int]:
+        """Link backward operators to the forward ones whose gradient they compute, by autograd's sequence numbers."""
+        sequences = [seen.sequence for seen in self._seen[: self.loss_stop]]
+        latest = self.loss_stop - 1
+        found = [-1] * self.loss_stop
+        for seen in self._seen[self.loss_stop :]:
+            position = bisect_right(sequences, seen.sequence)
+            if position < self.loss_stop:
+                latest = position
+            found.append(latest)
+        return found
 
     def _accumulate_in_place(self) -> None:
         """Let a sum of gradients take the place of its first term, as it does when no dispatch mode watches.
@@ -160,17 +159,21 @@ class Recorder(TorchDispatchMode):
         under a dispatch mode it makes a new tensor. The waiting gradient is the first term; an earlier node made it,
         and it dies with the sum.
         """
-        operators, storages = self.recording.operators, self.recording.storages
-        for k in range(self.recording.loss_stop, len(operators)):
-            added = operators[k]
-            if added.name != "aten.add.Tensor" or added.grad_enabled or len(added.produces) != 1:
+        for k in range(self.loss_stop, self.count):
+            added, seen = self._operators[k], self._seen[k]
+            if added.operator != "aten.add.Tensor" or seen.grad_enabled or len(added.produces) != 1:
                 continue
-            waiting = storages[added.reads[0]]
-            earlier = waiting.born >= 0 and operators[waiting.born].sequence != added.sequence
-            if earlier and waiting.last == k and waiting.nbytes == added.output_bytes and not added.of_view:
+            waiting = self.lives[added.reads[0]]
+            earlier = waiting.born >= 0 and self._seen[waiting.born].sequence != seen.sequence
+            if earlier and waiting.last == k and waiting.nbytes == added.output_bytes and not seen.of_view:
                 waiting.last = k - 1
 
-    def identify(self, tensor: torch.Tensor, kind: str = "activation", name: str = "") -> tuple[int, bool]:
+    def became_gradient(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that a tensor ended as the gradient of a parameter."""
+        life = self.lives[self.identify(tensor, "gradient", name)[0]]
+        life.kind, life.name = "gradient", name
+
+    def identify(self, tensor: torch.Tensor, kind: Kind = "activation", name: str = "") -> tuple[int, bool]:
         """Return the number of a tensor's storage, and whether it was not known before.
 
         A storage of any kind but "activation" is taken to exist from before the step.
@@ -181,17 +184,15 @@ class Recorder(TorchDispatchMode):
         if index is not None:
             return index, False
         nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
-        index = len(self.recording.storages)
-        born = -1 if kind != "activation" else len(self.recording.operators)
-        record = RecordedStorage(nbytes, born, kind, name)
-        self.recording.storages.append(record)
+        index = len(self.lives)
+        life = _Life(nbytes, -1 if kind != "activation" else self.count, kind, name)
+        self.lives.append(life)
         self._index_of[key] = index
-        operators = self.recording.operators
 
         def died(_: object) -> None:
             if self._stopped:
                 return
-            record.last = len(operators) - 1
+            life.last = self.count - 1
             self._index_of.pop(key, None)
             self._references.pop(index, None)
 
@@ -207,13 +208,12 @@ class Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is torch.ops.aten.detach.default:
             return _run(func, args, kwargs, inputs)
-        recording = self.recording
-        here = len(recording.operators)
+        lives, here = self.lives, self.count
         # What is read and was never made here was there before: a tensor kept as an attribute. Literals are new.
-        kind = "activation" if func is torch.ops.aten.lift_fresh.default else "buffer"
+        kind: Kind = "activation" if func is torch.ops.aten.lift_fresh.default else "buffer"
         reads = tuple(dict.fromkeys(self.identify(tensor, kind)[0] for tensor in inputs))
         for saved in self._pending:
-            recording.storages[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
+            lives[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
         self._pending.clear()
         sequence = autograd_sequence()
         out = _run(func, args, kwargs, inputs)
@@ -227,28 +227,31 @@ class Recorder(TorchDispatchMode):
         written = tuple(dict.fromkeys(self.identify(tensor)[0] for tensor, _ in writes))
         returned = {id(tensor) for tensor in outputs}
         for index in reads:
-            recording.storages[index].read_by.add(here)
+            lives[index].read_by.add(here)
         for index in written:
-            recording.storages[index].written_by.add(here)
-        recording.operators.append(
-            RecordedOperator(
-                name=str(func),
+            lives[index].written_by.add(here)
+        self._operators.append(
+            Operator(
+                operator=str(func),
                 call=self._stack[-1],
+                output_bytes=sum(lives[index].nbytes for index in produced),
                 reads=reads,
                 produces=tuple(produced),
                 writes=written,
-                output_bytes=sum(recording.storages[index].nbytes for index in produced),
-                scratch_key=self._scratch.key(func, args, kwargs, outputs) if self._scratch is not None else None,
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
-                is_inplace=bool(writes),
-                of_view=bool(inputs) and inputs[0]._is_view(),
                 is_view=bool(outputs) and not produced and not writes,
                 private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
                 fills_argument=func.overloadpacket not in _BATCH_NORMS
                 and any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
-                sequence=sequence,
                 counted=func not in SAC_IGNORED_OPS,
+            )
+        )
+        self._seen.append(
+            _Seen(
+                sequence=sequence,
+                of_view=bool(inputs) and inputs[0]._is_view(),
                 grad_enabled=torch.is_grad_enabled(),
+                scratch_key=self._scratch.key(func, args, kwargs, outputs) if self._scratch is not None else None,
             )
         )
         return out
@@ -275,7 +278,7 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Give what was saved since the last operator to that operator: it is one of its outputs."""
         for saved in self._pending:
-            self.recording.storages[saved].saved_by.add(max(len(self.recording.operators) - 1, 0))
+            self.lives[saved].saved_by.add(max(self.count - 1, 0))
         self._pending.clear()
 
     @contextmanager
@@ -283,6 +286,7 @@ class Recorder(TorchDispatchMode):
         """Note the calls of every submodule's forward, what they ran and what they changed besides their output."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
+                self._hooked[name] = _is_hooked(module)
                 handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True)
                 stack.callback(handle.remove)
                 handle = module.register_forward_hook(
@@ -296,19 +300,22 @@ class Recorder(TorchDispatchMode):
         self._settle()
         index = self._counts.get(name, 0)
         self._counts[name] = index + 1
-        call = RecordedCall(
+        call = ModuleCall(
             module=name,
             kind=type(module).__name__,
             index=index,
             parent=self._stack[-1],
-            start=len(self.recording.operators),
+            start=self.count,
+            stop=-1,
             training=module.training,
+            hooked=self._hooked[name],
+            findings=(),
             differentiable=any(
                 isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(inputs)
             ),
         )
-        self._stack.append(len(self.recording.calls))
-        self.recording.calls.append(call)
+        self._stack.append(len(self._calls))
+        self._calls.append(call)
         self._finish_attributes.append(_observe(module, inputs))
 
     def leave(self, name: str) -> None:
@@ -316,12 +323,13 @@ class Recorder(TorchDispatchMode):
 
         Where a replay stops in a hook before ours, torch still calls the hook after the call that never began.
         """
-        if self._stack[-1] < 0 or self.recording.calls[self._stack[-1]].module != name:
+        index = self._stack[-1]
+        if index < 0 or self._calls[index].module != name:
             return
         self._settle()
-        call = self.recording.calls[self._stack.pop()]
-        call.stop = len(self.recording.operators)
-        call.findings += self._finish_attributes.pop()()
+        self._stack.pop()
+        findings = tuple(self._finish_attributes.pop()())
+        self._calls[index] = replace(self._calls[index], stop=self.count, findings=findings)
 
 
 class _Enter:
@@ -338,6 +346,12 @@ class _Leave:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._recorder.leave(self._name)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Say whether a module carries forward hooks of the user's."""
+    modules = [getattr(hook, "__module__", None) or "" for hook in forward_hooks(module)]
+    return any(not name.startswith("torch.distributed") for name in modules)
 
 
 _BATCH_NORMS = frozenset(

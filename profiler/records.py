@@ -11,106 +11,11 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
-from .lives import live_bytes_by_kind
-
-Kind = Literal["parameter", "buffer", "batch", "gradient", "activation", "unsharded", "communication"]
+from .step_record import IntArray, StepRecord
 
 
 class ProfileFileError(ValueError):
     """Raised when a file is not a profile this version can read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """Describe one ATen call of the step, forward or backward.
-
-    Attributes:
-        operator: Overload name, such as "aten.addmm.default".
-        call: Index of the innermost module call it ran in, into `Profile.calls`; -1 outside the model.
-        forward_ns: Its own time in forward, nanoseconds; 0 for backward operators.
-        output_bytes: Bytes of the storages it made.
-        scratch_bytes: Bytes it allocates and frees inside itself.
-        reads: Storages among its arguments.
-        produces: Storages it made.
-        writes: Storages it changed in place.
-        is_random: It draws from torch's random state.
-        is_view: Its outputs share its inputs' storage.
-        private_generator: It was given a generator of its own.
-        fills_argument: It writes to an argument other than its first without returning it (RReLU's noise).
-        counted: Selective checkpointing counts it.
-        forward_of: For a backward operator, the forward operator whose gradient it computes; else -1.
-    """
-
-    operator: str
-    call: int
-    forward_ns: int
-    output_bytes: int
-    scratch_bytes: int
-    reads: tuple[int, ...]
-    produces: tuple[int, ...]
-    writes: tuple[int, ...]
-    is_random: bool
-    is_view: bool
-    private_generator: bool
-    fills_argument: bool
-    counted: bool
-    forward_of: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCall:
-    """Describe one call of a module's forward.
-
-    Attributes:
-        module: Dotted path; "" is the model itself.
-        kind: Class name.
-        index: Which call of this module within the step, from 0.
-        parent: The call it was made from, into `Profile.calls`; -1 for the model's own.
-        start: First operator it ran.
-        stop: One past its last operator.
-        training: The module's mode.
-        hooked: It carries forward hooks of the user's.
-        findings: What it changed besides its output, in words; such a call cannot be replayed as it is.
-        differentiable: A tensor among its arguments needs a gradient.
-    """
-
-    module: str
-    kind: str
-    index: int
-    parent: int
-    start: int
-    stop: int
-    training: bool
-    hooked: bool
-    findings: tuple[str, ...]
-    differentiable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
-    """Describe one storage of the step, counted once however many views it has.
-
-    Attributes:
-        nbytes: Its bytes.
-        kind: What it is.
-        name: Name of the parameter or buffer.
-        born: The operator that made it; -1 when it was there before.
-        last: Last operator during which it is alive; None when it outlives the step.
-        last_unsaved: The same when autograd saves nothing (forward alone); None when it outlives the forward.
-        saved_by: Forward operators that save it for backward.
-        read_by: Forward operators that read it.
-        written_by: Forward operators that change it in place.
-    """
-
-    nbytes: int
-    kind: Kind
-    name: str
-    born: int
-    last: int | None
-    last_unsaved: int | None
-    saved_by: tuple[int, ...]
-    read_by: tuple[int, ...]
-    written_by: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +59,13 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """Hold everything a planner needs to know of one training step.
+class Profile(StepRecord):
+    """Hold everything a planner needs to know of one training step: its record, its stages and its times.
 
     Attributes:
         model: Class name of the model.
         device: Device of its parameters.
-        operators: Forward, loss and backward operators, in execution order.
-        calls: Module calls, in order of their beginning.
-        storages: Every storage seen.
         stages: The forward and the loss cut into a chain.
-        forward_stop: Operators of the model's forward.
-        loss_stop: Operators of forward and loss.
         parts: Fixed parts and gradients.
         forward_ns: Time of forward and loss, nanoseconds.
         step_ns: Time of forward, loss and backward; the optimizer is not counted.
@@ -180,12 +80,7 @@ class Profile:
     schema_version: int = 1
     model: str
     device: str
-    operators: tuple[Operator, ...]
-    calls: tuple[ModuleCall, ...]
-    storages: tuple[Storage, ...]
     stages: tuple[StageSpan, ...]
-    forward_stop: int
-    loss_stop: int
     parts: Parts
     forward_ns: int
     step_ns: int
@@ -196,17 +91,14 @@ class Profile:
     unseen_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
 
-    def live_bytes(self) -> np.ndarray:
+    def live_bytes(self) -> IntArray:
         """Return the bytes alive at each operator's worst moment, optimizer state included; shape (operators,)."""
-        total = sum(self.live_bytes_by_kind().values()) + self.unseen_bytes
-        return np.asarray(total) + np.array([operator.scratch_bytes for operator in self.operators], dtype=np.int64)
+        return StepRecord.live_bytes(self) + self.parts.optimizer + self.unseen_bytes
 
-    def live_bytes_by_kind(self) -> dict[str, np.ndarray]:
+    def live_bytes_by_kind(self) -> dict[str, IntArray]:
         """Return the same without scratch, by category: parameters, optimizer, gradients, activations, ..."""
-        count = len(self.operators)
-        live = live_bytes_by_kind(self.storages, loss_stop=self.loss_stop, replayed=np.zeros(count, dtype=np.bool_))
-        live["optimizer"] = np.full(count, self.parts.optimizer, dtype=np.int64)
-        return live
+        optimizer = np.full(len(self.operators), self.parts.optimizer, dtype=np.int64)
+        return {**StepRecord.live_bytes_by_kind(self), "optimizer": optimizer}
 
     def peak_bytes(self) -> int:
         """Return the peak of the whole unplanned step, optimizer included, in bytes."""

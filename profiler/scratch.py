@@ -8,6 +8,7 @@ beyond what the operator returned is its scratch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import allocations_inside
 from .internals import unset_fake_temporarily
+from .step_record import StepRecord
 
 MEASURED_ALONE = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 """Operators that can safely be run alone on made-up values."""
@@ -72,9 +74,14 @@ class ScratchMeter:
         for key, (peak, net) in zip(pending, windows, strict=True):
             self._known[key] = peak - max(net, 0)
 
-    def scratch_bytes(self, key: str) -> int:
-        """Return the scratch of a call; 0 where it was not measured."""
-        return self._known.get(key, 0)
+    def fill_in(self, record: StepRecord) -> StepRecord:
+        """Return a record with the scratch of its operators; 0 where it was not measured."""
+        known = [0 if key is None else self._known.get(key, 0) for key in record.scratch_keys]
+        operators = tuple(
+            operator if operator.scratch_bytes == nbytes else replace(operator, scratch_bytes=nbytes)
+            for operator, nbytes in zip(record.operators, known, strict=True)
+        )
+        return replace(record, operators=operators)
 
 
 class _Keys(TorchDispatchMode):

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .records import ModuleCall, StageSpan, Storage
+from .records import StageSpan
+from .step_record import ModuleCall, Storage
 
 SHARE = 0.02
 """A stage is cut further while it holds more than this share of all saved bytes."""

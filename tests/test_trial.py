@@ -128,7 +128,7 @@ def test_a_model_that_replays_exactly_keeps_its_plan():
 def test_a_step_that_does_not_fit_is_not_run_and_the_plan_says_so(monkeypatch):
     model, x = chain(None, None, None)
     planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
-    monkeypatch.setattr("remat.planner.trial.fits", lambda nbytes, device: False)
+    monkeypatch.setattr("remat.planner.finding.trial.fits", lambda nbytes, device: False)
     assert any("was not compared" in note for note in least(planner).notes)
 
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...profiler.host import HostCosts
-from ...profiler.records import Profile, Storage
+from ...profiler.records import Profile
+from ...profiler.step_record import Storage, alive
 from ...solvers.problem import Candidate, Operator, Problem, Stage, Tensor
 
 NEGLIGIBLE = 1e-5
@@ -302,16 +303,9 @@ class Bridge:
     def _backward_moments(self, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, per stage, the most bytes alive in its backward and the bytes alive just before it."""
         profile, n = self.profile, len(self.profile.stages)
-        # What comes after the last operator (gradients reduced at the end of backward) has a place behind it.
-        resident = np.zeros(len(profile.operators) + 2, dtype=np.int64)
-        for storage in profile.storages:
-            begin, end = storage.born + 1, storage.last
-            if end is None or end >= storage.born:
-                resident[max(begin, 0)] += storage.nbytes
-                if end is not None:
-                    resident[end + 1] -= storage.nbytes
         always = profile.parts.optimizer + profile.unseen_bytes - profile.fixed_bytes()
-        before = np.cumsum(resident)[:-2] + always
+        # What comes after the last operator (gradients reduced at the end of backward) is no stage's.
+        before = alive(profile.storages, len(profile.operators), before=True)[:-1] + always
         worst = np.full(n, -1, dtype=np.int64)
         first: dict[int, int] = {}
         for k in range(profile.loss_stop, len(profile.operators)):

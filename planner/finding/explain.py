@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from ...profiler.recorder import Recording
 from ...profiler.records import Profile
+from ...profiler.step_record import StepRecord
 from ..budget import format_bytes
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -19,7 +19,7 @@ _WORDS = {
 }
 
 
-def explain_peak(recording: Recording, profile: Profile, peak_bytes: int, *, limit: int = 4) -> str:
+def explain_peak(recording: StepRecord, profile: Profile, peak_bytes: int, *, limit: int = 4) -> str:
     """Say where the peak of a recorded step is and what is alive there, largest first, as shares of the peak.
 
     Activations go by the module that made them; modules whose paths differ in numbers only count as one: `h.*.mlp`.
@@ -65,7 +65,7 @@ def _kind(module: str) -> str:
     return starred if any(letter.isalpha() for letter in starred) else module
 
 
-def _place(recording: Recording, operator: int) -> str:
+def _place(recording: StepRecord, operator: int) -> str:
     record = recording.operators[operator]
     if record.call < 0 and record.forward_of >= 0:
         record = recording.operators[record.forward_of]

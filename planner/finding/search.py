@@ -10,7 +10,7 @@ import torch
 from ...profiler import Profile, Session
 from ...profiler.allocator import allocated_peak_bytes
 from ...profiler.preserve import preserved
-from ...profiler.recorder import Recording
+from ...profiler.step_record import StepRecord
 from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
 from ..applier.apply import apply_segments, unplanned
 from ..bridge.problem import Bridge
@@ -43,7 +43,7 @@ class Trial:
 
     solution: Solution
     segments: tuple[PlannedSegment, ...]
-    recording: Recording
+    recording: StepRecord
     alive_bytes: int
     whole_bytes: int
     peak_bytes: int
@@ -75,11 +75,11 @@ class Search:
     bridge: Bridge
     session: Session
     sharding: Sharding | None
-    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[Recording, int, int]] = field(default_factory=dict, repr=False)
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[StepRecord, int, int]] = field(default_factory=dict, repr=False)
 
-    def on_rank(self, recording: Recording) -> Recording:
+    def on_rank(self, recording: StepRecord) -> StepRecord:
         """Return one rank's part of a recorded step of the whole model."""
-        return recording if self.sharding is None else self.sharding.of_recording(recording)
+        return recording if self.sharding is None else self.sharding.of_record(recording)
 
     def best_or_failure(
         self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
@@ -163,7 +163,7 @@ class Search:
         peak = max(alive, self.profile.parts.optimizer_step_peak)
         return Trial(solution, segments, recording, alive, whole, peak)
 
-    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[Recording, int, int]:
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int]:
         """Return the recording, and the most bytes alive in it and in that of the whole model."""
         model = self.session.step.model
         try:

@@ -29,8 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...profiler.recorder import RecordedCall, RecordedStorage
-from ...profiler.records import ModuleCall, Storage
+from ...profiler.step_record import ModuleCall, Storage
 
 Kind = Literal["parameter", "gradient", "unsharded", "communication"]
 Event = Literal["return", "reduce", "differentiate", "call"]
@@ -72,7 +71,7 @@ class Moment:
 
 
 def moments(
-    calls: Sequence[ModuleCall | RecordedCall],
+    calls: Sequence[ModuleCall],
     forward_of: Sequence[int],
     replayed: np.ndarray,
     loss_stop: int,
@@ -90,7 +89,7 @@ def moments(
     wanted = set(units)
     found: list[tuple[int, int, int, Moment]] = []
 
-    def add(before: int, rank: int, tie: int, event: Event, call: ModuleCall | RecordedCall) -> None:
+    def add(before: int, rank: int, tie: int, event: Event, call: ModuleCall) -> None:
         found.append((before, rank, tie, Moment(before=before, event=event, unit=call.module)))
 
     backward = np.flatnonzero(~replayed[loss_stop:]) + loss_stop
@@ -162,7 +161,7 @@ class Gathering:
         self,
         steps: Sequence[Moment],
         parameters: Mapping[str, Sequence[ShardedParameter]],
-        storages: Sequence[Storage | RecordedStorage],
+        storages: Sequence[Storage],
         *,
         operators: int,
         loss_stop: int,

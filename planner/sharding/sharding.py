@@ -7,7 +7,7 @@ unplanned steps are rewritten by the same rules, which `gathering` states.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,11 +15,11 @@ import numpy as np
 from torch import nn
 
 from ...profiler import BatchError
-from ...profiler.recorder import RecordedCall, RecordedOperator, RecordedStorage, Recording
-from ...profiler.records import ModuleCall, Operator, Profile, Storage
+from ...profiler.records import Profile
+from ...profiler.step_record import StepRecord, Storage, alive
 from .gathering import Buffer, Gathering, ShardedParameter, moments
 
-_Storage = TypeVar("_Storage", Storage, RecordedStorage)
+_Record = TypeVar("_Record", bound=StepRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,8 @@ class Sharding:
             optimizer: Bytes of the optimizer's state over the shards, and the most that its step takes besides; None
                 without an optimizer.
         """
-        unplanned = np.zeros(len(whole.operators), dtype=np.bool_)
-        storages, scratch = self._divide(
-            whole.operators, whole.calls, whole.storages, whole.loss_stop, unplanned, _as_storage
-        )
+        divided = self.of_record(whole)
+        storages = divided.storages
 
         def total(kind: str, *, kept: bool = False) -> int:
             return sum(s.nbytes for s in storages if s.kind == kind and (s.last is None or not kept))
@@ -99,11 +97,8 @@ class Sharding:
         parameters, gradients = total("parameter"), total("gradient", kept=True)
         state, temporaries = optimizer or (0, 0)
         held = parameters + whole.parts.buffers + whole.parts.batch + gradients + state + total("activation", kept=True)
-        operators = zip(whole.operators, scratch, strict=True)
         return replace(
-            whole,
-            operators=tuple(replace(operator, scratch_bytes=int(nbytes)) for operator, nbytes in operators),
-            storages=tuple(storages),
+            divided,
             parts=replace(
                 whole.parts,
                 parameters=parameters,
@@ -122,36 +117,16 @@ class Sharding:
             "root, collectives included"
         )
 
-    def of_recording(self, whole: Recording) -> Recording:
-        """Return one rank's part of a recorded step, planned or not; the recording given stays as it is."""
-        replayed = np.array([operator.grad_enabled for operator in whole.operators], dtype=np.bool_)
-        replayed[: whole.loss_stop] = False
-        storages, scratch = self._divide(
-            whole.operators, whole.calls, whole.storages, whole.loss_stop, replayed, _as_recorded
-        )
-        operators = zip(whole.operators, scratch, strict=True)
-        return replace(
-            whole,
-            operators=[replace(operator, scratch_bytes=int(nbytes)) for operator, nbytes in operators],
-            storages=storages,
-        )
-
-    def _divide(
-        self,
-        operators: Sequence[Operator | RecordedOperator],
-        calls: Sequence[ModuleCall | RecordedCall],
-        storages: Sequence[_Storage],
-        loss_stop: int,
-        replayed: np.ndarray,
-        make: Callable[[Buffer], _Storage],
-    ) -> tuple[list[_Storage], np.ndarray]:
-        """Return a rank's storages, those recorded first, and its operators' scratch, communication included.
+    def of_record(self, whole: _Record) -> _Record:
+        """Return one rank's part of a recorded step, planned or not.
 
         What is gathered or reduced between two operators counts as scratch of the second.
         """
+        operators, storages, loss_stop = whole.operators, whole.storages, whole.loss_stop
+        replayed = np.array([operator.replayed for operator in operators], dtype=np.bool_)
         forward_of = [operator.forward_of for operator in operators]
         gathering = Gathering(
-            moments(calls, forward_of, replayed, loss_stop, self.units),
+            moments(whole.calls, forward_of, replayed, loss_stop, self.units),
             self.units,
             storages,
             operators=len(operators),
@@ -161,7 +136,7 @@ class Sharding:
             accumulation=self.accumulation,
         )
         shards = {p.name: -(-p.nbytes // self.round_to) * self.round_to for held in self.units.values() for p in held}
-        divided: list[_Storage] = []
+        divided: list[Storage] = []
         for index, storage in enumerate(storages):
             if storage.kind == "parameter":
                 storage = replace(storage, nbytes=shards.pop(storage.name))
@@ -170,15 +145,18 @@ class Sharding:
             divided.append(storage)
         # Parameters that shared a storage have a shard each.
         rest = [Buffer(kind="parameter", name=name, nbytes=n, born=-1, last=None) for name, n in shards.items()]
-        divided += [make(buffer) for buffer in (*rest, *gathering.buffers)]
-        live = _live_bytes(divided, len(operators))
+        divided += [_as_storage(buffer) for buffer in (*rest, *gathering.buffers)]
+        live = alive(divided, len(operators))
         steady = [storage for storage in divided if storage.kind not in ("gradient", "unsharded", "communication")]
-        between = _live_bytes(steady, len(operators), before=True)
-        scratch = np.array([operator.scratch_bytes for operator in operators], dtype=np.int64)
+        between = alive(steady, len(operators), before=True)
+        scratch = whole.scratch_bytes()
         for before, nbytes in gathering.peaks.items():
             at = min(before, len(operators) - 1)
             scratch[at] = max(scratch[at], between[before] + nbytes - live[at])
-        return divided, scratch
+        sized = (
+            replace(operator, scratch_bytes=int(nbytes)) for operator, nbytes in zip(operators, scratch, strict=True)
+        )
+        return replace(whole, operators=tuple(sized), storages=tuple(divided))
 
 
 def _owners(model: nn.Module, wanted: set[str]) -> dict[int, set[str]]:
@@ -197,18 +175,6 @@ def _owners(model: nn.Module, wanted: set[str]) -> dict[int, set[str]]:
     return owners
 
 
-def _live_bytes(storages: Iterable[Storage | RecordedStorage], operators: int, *, before: bool = False) -> np.ndarray:
-    """Return the bytes alive at each operator; with `before`, just before each and after the last."""
-    change = np.zeros(operators + 2, dtype=np.int64)
-    for storage in storages:
-        begin = storage.born + 1 if before else max(storage.born, 0)
-        if storage.last is None or storage.last >= storage.born:
-            change[begin] += storage.nbytes
-            if storage.last is not None:
-                change[max(begin, storage.last + 1)] -= storage.nbytes
-    return np.cumsum(change)[: operators + 1 if before else operators]
-
-
 def _as_storage(buffer: Buffer) -> Storage:
     return Storage(
         nbytes=buffer.nbytes,
@@ -217,11 +183,4 @@ def _as_storage(buffer: Buffer) -> Storage:
         born=buffer.born,
         last=buffer.last,
         last_unsaved=buffer.last,
-        saved_by=(),
-        read_by=(),
-        written_by=(),
     )
-
-
-def _as_recorded(buffer: Buffer) -> RecordedStorage:
-    return RecordedStorage(buffer.nbytes, buffer.born, buffer.kind, buffer.name, buffer.last)
