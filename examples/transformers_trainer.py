@@ -35,7 +35,7 @@ def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
 
     batch = {"input_ids": tokens[:4], "labels": tokens[:4]}
-    p = plan(planned.train(), batch, budget="60%", solver="dp", optimizer="adamw")
+    p = plan(planned.train(), batch, budget="60%", solver="dp", optimizer="adamw", holds_output=False)
     print(p)
     apply(planned, p)
 

@@ -19,6 +19,7 @@ class Circumstances:
         autocast: By kind of device, the dtype that autocast was on with, like {"cpu": "bfloat16"}; empty without it.
         device: Where the model was: a kind of device, and its name where it has one.
         accumulation: Gradients exist throughout.
+        holds_output: The model's output is referred to until backward is over.
         optimizer: Name of the optimizer counted, "" where none is.
         optimizer_bytes: Its state.
         optimizer_step_peak_bytes: Most bytes alive during its own step, everything included.
@@ -31,6 +32,7 @@ class Circumstances:
     autocast: dict[str, str] = field(default_factory=dict)
     device: str = ""
     accumulation: bool = False
+    holds_output: bool = True
     optimizer: str = ""
     optimizer_bytes: Count = 0
     optimizer_step_peak_bytes: Count = 0
@@ -41,6 +43,11 @@ class Circumstances:
     def precision(self) -> str:
         """Return the precision in words: "as the parameters are", or "bfloat16 autocast on cpu"."""
         return precision_words(self.autocast)
+
+    @property
+    def output_words(self) -> str:
+        """Return in words how long the model's output lives."""
+        return "output held" if self.holds_output else "output dropped after the loss"
 
 
 def precision_words(autocast: dict[str, str]) -> str:

@@ -21,6 +21,7 @@ class StepKeywords(TypedDict, total=False):
     loss: Loss | None
     optimizer: Optimizer | str | None
     accumulation: bool
+    holds_output: bool
     save_sets: bool
     cross_operators: bool
     units: Iterable[nn.Module]
@@ -36,6 +37,11 @@ class StepOptions:
         loss: Takes the model's output to a scalar; None takes `output.loss`, else the mean of floating-point outputs.
         optimizer: An instance or a name such as "adamw"; its state and step count in the peak. None counts neither.
         accumulation: Count gradients as alive throughout.
+        holds_output: Count the model's output (the logits, say) as alive until backward is over, as a loop does that
+            wrote `out = model(x)`. False for loops in which nothing but the loss is left by then: `model(**batch).loss`,
+            a function that returns the loss, transformers' Trainer, Lightning, torchtitan. The default is the safe one:
+            a plan made for a held output fits either loop; one made for a dropped output does not fit a loop that
+            holds it. `loss` cannot tell, for it does not see what its caller still refers to.
         save_sets: Let segments keep some operators' outputs (selective checkpointing).
         cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
         units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
@@ -50,6 +56,7 @@ class StepOptions:
     loss: Loss | None = None
     optimizer: Optimizer | str | None = None
     accumulation: bool = False
+    holds_output: bool = True
     save_sets: bool = True
     cross_operators: bool = True
     units: tuple[nn.Module, ...] = ()

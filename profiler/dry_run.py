@@ -131,6 +131,8 @@ def record_step(
             recorder.loss_is_assumed = step.loss is None and carried_loss(output) is None
             loss = step.loss_of(output)
         recorder.loss_stop = recorder.count
+        if not step.holds_output:
+            del output
         if not forward_only:
             loss.backward()
         for name, parameter in model.named_parameters():

@@ -65,13 +65,15 @@ class Session:
             return record_step(self.step, **options)
 
 
-def open_session(model: nn.Module, batch: object, loss: Loss | None, *, accumulation: bool = False) -> Session:
+def open_session(
+    model: nn.Module, batch: object, loss: Loss | None, *, accumulation: bool = False, holds_output: bool = True
+) -> Session:
     """Check the model and the batch and get ready to record steps.
 
     Raises:
         BatchError: The batch cannot be used.
     """
-    step = Step.of(model, batch, loss)
+    step = Step.of(model, batch, loss, holds_output=holds_output)
     device = next(model.parameters()).device
     return Session(step, device, ScratchMeter(), accumulation)
 
@@ -84,6 +86,7 @@ def profile(
     loss: Loss | None = None,
     optimizer: Optimizer | str | None = None,
     accumulation: bool = False,
+    holds_output: bool = True,
     repeats: int = 3,
     session: Session | None = None,
     progress: Callable[[str], None] | None = None,
@@ -98,6 +101,8 @@ def profile(
         loss: Takes the model's output to a scalar; default `output.loss`, else the mean of floating-point outputs.
         optimizer: An instance, or a name such as "adamw"; its state and step then count in the peak.
         accumulation: Count gradients as alive throughout.
+        holds_output: Count the model's output as alive until the step's end, as `out = model(x)` keeps it; False where
+            it goes once there is a loss.
         repeats: Most timed repeats after a warm-up (seconds of them are enough); 0 estimates times by bytes moved and
             says so.
         session: What `open_session` returned, to share its measurements with later dry runs.
@@ -106,7 +111,9 @@ def profile(
     Raises:
         BatchError: The batch cannot be passed to the model, or there is no loss.
     """
-    session = session or open_session(model, batch, loss, accumulation=accumulation)
+    session = session or open_session(
+        model, batch, loss, accumulation=accumulation, holds_output=holds_output
+    )
     say = progress or _silent
     step, device = session.step, session.device
     notes: list[str] = []

@@ -118,7 +118,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             step.train()
         present = _clear_gradients(model, accumulation)
         peak = allocated_peak_bytes(
-            lambda: times.append(timed_ns(lambda: ran.append(step.train()[1]), device, 1)), device
+            lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device
         )
         return Results(
             loss={"loss": _copy(ran[0])},

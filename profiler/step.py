@@ -33,6 +33,7 @@ class Step:
         kwargs: Keyword arguments of its forward.
         loss: Takes the output to a scalar; None means the output carries it.
         written: Names of parameters that forward itself writes to, once known; runs put their values back.
+        holds_output: The model's output is referred to until backward is over; else it goes once there is a loss.
     """
 
     model: nn.Module
@@ -40,9 +41,10 @@ class Step:
     kwargs: dict[str, Any]
     loss: Loss | None
     written: frozenset[str] = frozenset()
+    holds_output: bool = True
 
     @staticmethod
-    def of(model: nn.Module, batch: object, loss: Loss | None = None) -> Step:
+    def of(model: nn.Module, batch: object, loss: Loss | None = None, *, holds_output: bool = True) -> Step:
         """Build a step from a user's batch: a mapping is keywords, a tuple or list positions, else one argument.
 
         Raises:
@@ -63,6 +65,7 @@ class Step:
             step = Step(model, tuple(batch), {}, loss)
         else:
             step = Step(model, (batch,), {}, loss)
+        step = replace(step, holds_output=holds_output)
         _check_call(model, step)
         if not step.tensors():
             raise BatchError(
@@ -85,13 +88,15 @@ class Step:
         torch.clear_autocast_cache()
         return self.model(*self.args, **self.kwargs)
 
-    def train(self) -> tuple[Any, torch.Tensor]:
-        """Run forward, loss and backward; return output and loss, which a caller holds meanwhile."""
+    def train(self) -> torch.Tensor:
+        """Run forward, loss and backward, the output held as long as the step says; return the loss."""
         with torch.enable_grad():
             output = self.forward()
             loss = self.loss_of(output)
+            if not self.holds_output:
+                del output
             loss.backward()
-        return output, loss
+        return loss
 
     def loss_of(self, output: object) -> torch.Tensor:
         """Take the model's output to the scalar that is differentiated.

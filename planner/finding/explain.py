@@ -9,6 +9,8 @@ from ...profiler.records import Profile
 from ...profiler.step_record import StepRecord
 from ..budget import format_bytes
 
+NOTABLE = 0.01
+"""An output is mentioned from this share of the peak on."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WORDS = {
     "parameter": "parameters",
@@ -57,6 +59,21 @@ def explain_peak(recording: StepRecord, profile: Profile, peak_bytes: int, *, li
     phase = "forward" if at < recording.loss_stop else "backward"
     named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)
     return f"{phase} of {_place(recording, at)}: {named}"
+
+
+def held_output(profile: Profile) -> str:
+    """Say what the output costs that a loop may not hold; "" where it is next to nothing of the peak."""
+    outliving = sum(
+        storage.nbytes
+        for storage in profile.storages
+        if storage.kind == "activation" and storage.born < profile.loss_stop and storage.last is None
+    )
+    if outliving < NOTABLE * profile.peak_bytes():
+        return ""
+    return (
+        f"{format_bytes(outliving)}, the model's output above all, are counted as held through backward: a loop that "
+        "drops the output once there is a loss takes less, pass holds_output=False for it"
+    )
 
 
 def _kind(module: str) -> str:

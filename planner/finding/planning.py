@@ -24,7 +24,7 @@ from ..fingerprint import Fingerprint
 from ..options import StepKeywords, StepOptions
 from ..plan import BatchTensor, Plan, PlannedSegment
 from ..sharding.sharding import Sharding
-from .explain import explain_peak
+from .explain import explain_peak, held_output
 from .search import DryRunFailedError, Search, Trial
 from .trial import Fault, Trials
 
@@ -158,7 +158,9 @@ class Planner:
         ranks, optimizer = options.ranks, options.optimizer
         # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
         kept_whole = options.accumulation and ranks == 1
-        session = open_session(model, batch, options.loss, accumulation=kept_whole)
+        session = open_session(
+            model, batch, options.loss, accumulation=kept_whole, holds_output=options.holds_output
+        )
         paths = options.unit_paths(model)
         sharding = None
         if ranks > 1:
@@ -320,6 +322,7 @@ class Planner:
                 autocast=self.autocast,
                 device=device_words(self.session.device),
                 accumulation=recorded.accumulation,
+                holds_output=self.options.holds_output,
                 optimizer=self.options.optimizer_name,
                 optimizer_bytes=recorded.parts.optimizer,
                 optimizer_step_peak_bytes=recorded.parts.optimizer_step_peak,
@@ -333,10 +336,13 @@ class Planner:
             versions=_versions(),
             notes=tuple(
                 dict.fromkeys(
-                    note for note in (mode, *recorded.notes, solution.note, self.trials.unchecked, *refusals) if note
+                    note for note in (mode, *recorded.notes, self._held_output(), solution.note, self.trials.unchecked, *refusals) if note
                 )
             ),
         )
+
+    def _held_output(self) -> str:
+        return held_output(self.profile) if self.options.holds_output else ""
 
     def _refusals(self) -> list[str]:
         """Say which modules no segment holds, grouped by reason."""
@@ -352,6 +358,8 @@ class Planner:
         each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         refused = self._refusals()
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
+        held = self._held_output()
+        because += f" {held[0].upper()}{held[1:]}." if held else ""
         return InfeasibleBudgetError(
             f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest peak found is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
