@@ -43,7 +43,9 @@ def train(inputs: torch.Tensor, targets: torch.Tensor, p: Plan | None) -> float:
 def main() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(2048, 64), torch.randn(2048, 1)
-    p = plan(Regression().network.train(), inputs[:1024], budget="60%", solver="dp", optimizer="adamw", holds_output=False)
+    p = plan(
+        Regression().network.train(), inputs[:1024], budget="60%", solver="dp", optimizer="adamw", holds_output=False
+    )
     print(p)
     plain, planned = train(inputs, targets, None), train(inputs, targets, p)
     print(f"sum of the trained parameters: {plain:.12f} without a plan, {planned:.12f} with it")

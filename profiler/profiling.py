@@ -111,9 +111,7 @@ def profile(
     Raises:
         BatchError: The batch cannot be passed to the model, or there is no loss.
     """
-    session = session or open_session(
-        model, batch, loss, accumulation=accumulation, holds_output=holds_output
-    )
+    session = session or open_session(model, batch, loss, accumulation=accumulation, holds_output=holds_output)
     say = progress or _silent
     step, device = session.step, session.device
     notes: list[str] = []

@@ -117,9 +117,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             _clear_gradients(model, accumulation)
             step.train()
         present = _clear_gradients(model, accumulation)
-        peak = allocated_peak_bytes(
-            lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device
-        )
+        peak = allocated_peak_bytes(lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device)
         return Results(
             loss={"loss": _copy(ran[0])},
             gradients={name: _copy(p.grad) for name, p in model.named_parameters() if p.grad is not None},

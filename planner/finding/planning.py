@@ -158,9 +158,7 @@ class Planner:
         ranks, optimizer = options.ranks, options.optimizer
         # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
         kept_whole = options.accumulation and ranks == 1
-        session = open_session(
-            model, batch, options.loss, accumulation=kept_whole, holds_output=options.holds_output
-        )
+        session = open_session(model, batch, options.loss, accumulation=kept_whole, holds_output=options.holds_output)
         paths = options.unit_paths(model)
         sharding = None
         if ranks > 1:
@@ -336,7 +334,16 @@ class Planner:
             versions=_versions(),
             notes=tuple(
                 dict.fromkeys(
-                    note for note in (mode, *recorded.notes, self._held_output(), solution.note, self.trials.unchecked, *refusals) if note
+                    note
+                    for note in (
+                        mode,
+                        *recorded.notes,
+                        self._held_output(),
+                        solution.note,
+                        self.trials.unchecked,
+                        *refusals,
+                    )
+                    if note
                 )
             ),
         )

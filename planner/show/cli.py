@@ -83,6 +83,7 @@ def profile_command(
     model: opt.Model,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    drops_output: opt.DropsOutput = False,
     units: opt.Units = [],  # noqa: B006
     ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
@@ -93,7 +94,7 @@ def profile_command(
     _check_folder(out)
     subject = _load(model, device)
     with show.progress(_err) as say:
-        planner = _planner(subject, optimizer, accumulation, units, ranks, repeats=repeats, say=say)
+        planner = _planner(subject, optimizer, accumulation, drops_output, units, ranks, repeats=repeats, say=say)
     show.print_profile(_out, planner.profile)
     if out is not None:
         planner.profile.save(out)
@@ -108,6 +109,7 @@ def plan_command(
     out: opt.PlanOut = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    drops_output: opt.DropsOutput = False,
     units: opt.Units = [],  # noqa: B006
     ranks: opt.Ranks = 1,
     headroom: opt.Headroom = 0.0,
@@ -127,6 +129,7 @@ def plan_command(
             subject,
             optimizer,
             accumulation,
+            drops_output,
             units,
             ranks,
             save_sets=not no_save_sets,
@@ -154,6 +157,7 @@ def compare_command(
     ] = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    drops_output: opt.DropsOutput = False,
     units: opt.Units = [],  # noqa: B006
     ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
@@ -164,7 +168,9 @@ def compare_command(
     _check_folder(out)
     _check_folder(picture)
     subject = _load(model, device)
-    comparison = _compare(subject, budget, solver, optimizer, accumulation, units, ranks, measure, time_limit)
+    comparison = _compare(
+        subject, budget, solver, optimizer, accumulation, drops_output, units, ranks, measure, time_limit
+    )
     show.print_comparison(_out, comparison)
     if out is not None:
         comparison.frame.to_csv(out, index=False)
@@ -208,6 +214,7 @@ def report_command(
     ] = None,
     optimizer: opt.Optimizer = None,
     accumulation: opt.Accumulation = False,
+    drops_output: opt.DropsOutput = False,
     units: opt.Units = [],  # noqa: B006
     ranks: opt.Ranks = 1,
     device: opt.OnDevice = None,
@@ -217,7 +224,9 @@ def report_command(
     """Write one HTML file, with everything in it, for a pull request or a colleague."""
     _check_folder(out)
     subject = _load(model, device)
-    comparison = _compare(subject, budget, solver, optimizer, accumulation, units, ranks, False, time_limit)
+    comparison = _compare(
+        subject, budget, solver, optimizer, accumulation, drops_output, units, ranks, False, time_limit
+    )
     with show.progress(_err) as say:
         write_report(out, comparison, budget=show_budget, subject=subject if measure else None, progress=say)
     _out.print(f"wrote {out}", markup=False)
@@ -242,6 +251,7 @@ def _planner(
     subject: Subject,
     optimizer: str | None,
     accumulation: bool,
+    drops_output: bool,
     units: list[str],
     ranks: int,
     *,
@@ -256,6 +266,7 @@ def _planner(
         loss=subject.loss,
         optimizer=optimizer,
         accumulation=accumulation,
+        holds_output=not drops_output,
         save_sets=save_sets,
         cross_operators=cross,
         units=modules_named(subject.model, units),
@@ -271,6 +282,7 @@ def _compare(
     solvers: list[str],
     optimizer: str | None,
     accumulation: bool,
+    drops_output: bool,
     units: list[str],
     ranks: int,
     measure: bool,
@@ -285,6 +297,7 @@ def _compare(
             loss=subject.loss,
             optimizer=optimizer,
             accumulation=accumulation,
+            holds_output=not drops_output,
             units=modules_named(subject.model, units),
             ranks=ranks,
             measure=measure,

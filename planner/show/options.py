@@ -60,6 +60,14 @@ Optimizer = Annotated[
 Accumulation = Annotated[
     bool, typer.Option("--accumulation", help="Count gradients as alive throughout, as when accumulating batches.")
 ]
+DropsOutput = Annotated[
+    bool,
+    typer.Option(
+        "--drops-output",
+        help="Your loop drops the model's output once there is a loss (a function that returns the loss, transformers' "
+        "Trainer, Lightning); otherwise it is counted as held until backward is over.",
+    ),
+]
 Units = Annotated[
     list[str],
     typer.Option(
