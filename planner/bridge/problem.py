@@ -390,8 +390,7 @@ class Bridge:
 
     def _candidate(self, start: int, stop: int, operators_of: dict[int, list[int]]) -> Candidate:
         first, end = self.span(start, stop)
-        last_saving = self._saving[bisect_left(self._saving, end) - 1]
-        replay_stop = end if self.replays_whole(start, stop) else self._replay_stops[last_saving]
+        replay_stop = self._replay_stop(start, stop)
         return Candidate(
             start=start,
             stop=stop,
@@ -405,6 +404,14 @@ class Bridge:
                 if self.savable[index] < replay_stop
             ),
         )
+
+    def _replay_stop(self, start: int, stop: int) -> int:
+        """Return one past the last operator that a replay of an interval runs: its first where nothing is replayed."""
+        first, end = self.span(start, stop)
+        place = bisect_left(self._saving, end) - 1
+        if place < 0 or self._saving[place] < first:
+            return first  # Nothing inside is saved, so backward never asks for a replay.
+        return end if self.replays_whole(start, stop) else self._replay_stops[self._saving[place]]
 
     def _is_plain(self, start: int, stop: int) -> bool:
         """Say whether an interval is one call, or a loop `x = member(x)` that torch.compile can take as one.
