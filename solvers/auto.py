@@ -9,9 +9,8 @@ from .chain import dp, dp_nested
 from .errors import BudgetTooSmallError
 from .integer import ilp
 from .problem import Problem
-from .solution import Solution, Status
+from .solution import Solution, Status, limit_in_force
 
-DEFAULT_LIMIT_S = 20.0
 MOST_CHOICES = 400_000
 
 
@@ -23,14 +22,14 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
 
     Args:
         problem: The problem.
-        time_limit_s: Seconds for all of them together; 20 unless given.
+        time_limit_s: Seconds for all of them together; `DEFAULT_LIMIT_S` unless given.
         gap: Share of its own added time that each may be away from its optimum.
 
     Raises:
         BudgetTooSmallError: If no plan fits, with the nested plan of the least peak.
     """
     started = time.perf_counter_ns()
-    deadline = time.perf_counter() + (DEFAULT_LIMIT_S if time_limit_s is None else time_limit_s)
+    deadline = time.perf_counter() + limit_in_force(time_limit_s)
 
     def left() -> float:
         return max(0.0, deadline - time.perf_counter())

@@ -9,6 +9,14 @@ from enum import StrEnum
 from .problem import Problem, Segment
 from .simulate import simulate
 
+DEFAULT_LIMIT_S = 20.0
+"""Seconds after which `dp`, `dp_nested`, `ilp` and `auto` return the best plan known, where no limit is given."""
+
+
+def limit_in_force(time_limit_s: float | None) -> float:
+    """Return the seconds that a solver may take: those given, else `DEFAULT_LIMIT_S`."""
+    return DEFAULT_LIMIT_S if time_limit_s is None else time_limit_s
+
 
 class Status(StrEnum):
     """Say how much is proven about a solution.

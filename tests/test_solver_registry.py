@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from remat.solvers import SOLVERS, BudgetTooSmallError, Candidate, Problem, Segment, Stage, Status, Tensor, simulate
+from remat.solvers import (
+    SOLVERS,
+    BudgetTooSmallError,
+    Candidate,
+    Problem,
+    Segment,
+    Stage,
+    Status,
+    Tensor,
+    simulate,
+    solution,
+)
+
+from benchmarks.solver_problems import unequal_chain
 
 from .instances import random_chain, random_graph, with_budget
 
@@ -129,6 +142,18 @@ def test_a_time_limit_of_nothing_still_gives_a_plan_that_fits():
             assert solution.peak_bytes <= problem.budget_bytes
             if solution.status is Status.TIME_LIMIT:
                 assert "time limit" in solution.note
+
+
+@pytest.mark.parametrize("name", ["dp", "dp_nested", "ilp", "auto"])
+def test_without_a_time_limit_the_default_one_is_in_force_and_told(name, monkeypatch):
+    problem = unequal_chain(100, 37)
+    problem = replace(problem, budget_bytes=simulate(problem, ()).peak_bytes * 6 // 10)
+    best = SOLVERS["dp_nested" if name in ("dp_nested", "auto") else "dp"](problem)
+    monkeypatch.setattr(solution, "DEFAULT_LIMIT_S", 0.0)
+    found = SOLVERS[name](problem)
+    assert found.status is Status.TIME_LIMIT
+    assert "stopped at the time limit of 0 s" in found.note
+    assert found.lower_bound_ns <= best.added_ns <= found.added_ns
 
 
 def test_a_time_limit_of_nothing_is_never_worse_than_a_heuristic():

@@ -56,7 +56,7 @@ def plan(
         budget: Most bytes at the peak of the whole step: an int, "8GiB", or "60%" of the unplanned peak.
         solver: A name from `SOLVERS`: "auto", "dp", "ilp", "sqrt", ...
         headroom: Share of the budget to keep free.
-        time_limit_s: Seconds for each solve; None lets a solver finish, but for "auto" (20 s).
+        time_limit_s: Seconds for each solve; None stands for 20. A plan that was cut short says so, with its bound.
         gap: Share of the added time that a plan may be away from the optimum.
         planner: What `Planner.of` returned, to plan several budgets from one profile.
         check: Run the planned and the unmodified step once for real, and plan again without the segments whose replay

@@ -13,7 +13,7 @@ from .. import greedy, sqrt, uniform
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
 from ..simulate import simulate
-from ..solution import Solution, Status, make_solution
+from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
 from .labels import LabelSearch
 from .retention_graph import PINNED_NOTE, RetentionGraph, retention_graph
@@ -27,7 +27,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
 
     Args:
         problem: The problem.
-        time_limit_s: Seconds after which the best plan known is returned; making the graph is not interrupted.
+        time_limit_s: Seconds after which the best plan known is returned, with its bound; `DEFAULT_LIMIT_S` unless
+            given. Making the graph is not interrupted.
         gap: Share of its own added time that the plan may be away from the optimum.
         save_sets: Whether segments may keep some operators' outputs.
 
@@ -35,7 +36,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
         BudgetTooSmallError: If no plan of the space fits, with the plan of the least peak.
     """
     started = time.perf_counter_ns()
-    deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    limit_s = limit_in_force(time_limit_s)
+    deadline = time.perf_counter() + limit_s
     tables = tables_of(problem)
     graph = retention_graph(problem, tables, save_sets=save_sets)
     note = ""
@@ -56,7 +58,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     segments = segments_of(graph, path.edges)
     if not path.finished:
         status = Status.TIME_LIMIT
-        note = f"{note}; " * bool(note) + f"stopped at the time limit of {time_limit_s} s"
+        note = f"{note}; " * bool(note) + f"stopped at the time limit of {limit_s:g} s"
         segments = _cheapest(problem, segments)
     return make_solution(
         problem,

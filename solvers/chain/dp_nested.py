@@ -11,7 +11,7 @@ import time
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
 from ..simulate import simulate
-from ..solution import Solution, Status, make_solution
+from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
 from . import dp
 from .labels import LabelSearch
@@ -31,7 +31,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
 
     Args:
         problem: The problem.
-        time_limit_s: Seconds after which the best plan known, at worst that of `dp`, is returned.
+        time_limit_s: Seconds after which the best plan known, at worst that of `dp`, is returned; `DEFAULT_LIMIT_S`
+            unless given.
         gap: Share of its own added time that the plan may be away from the optimum.
         save_sets: Whether segments may keep some operators' outputs.
 
@@ -39,21 +40,22 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
         BudgetTooSmallError: If no plan fits, with the plan of the least peak.
     """
     started = time.perf_counter_ns()
-    deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    limit_s = limit_in_force(time_limit_s)
+    deadline = time.perf_counter() + limit_s
     flat: Solution | BudgetTooSmallError
     try:
-        flat = dp.solve(problem, time_limit_s=time_limit_s, gap=gap, save_sets=save_sets)
+        flat = dp.solve(problem, time_limit_s=limit_s, gap=gap, save_sets=save_sets)
     except BudgetTooSmallError as error:
         flat = error
     if isinstance(flat, Solution) and flat.added_ns == 0:
         return make_solution(problem, flat.segments, solver="dp_nested", started_ns=started)
     try:
-        return _solve_nested(problem, flat, gap, deadline, save_sets, started)
+        return _solve_nested(problem, flat, gap, deadline, limit_s, save_sets, started)
     except TooManyStatesError:
         note = "too many tensors travel inside segments: nesting was not searched"
         status = Status.FEASIBLE
     except TimeoutError:
-        note = f"stopped at the time limit of {time_limit_s} s before nesting was searched"
+        note = f"stopped at the time limit of {limit_s:g} s before nesting was searched"
         status = Status.TIME_LIMIT
     known = flat if isinstance(flat, Solution) else flat.solution
     solution = make_solution(problem, known.segments, solver="dp_nested", started_ns=started, status=status, note=note)
@@ -66,7 +68,8 @@ def _solve_nested(
     problem: Problem,
     flat: Solution | BudgetTooSmallError,
     gap: float,
-    deadline: float | None,
+    deadline: float,
+    limit_s: float,
     save_sets: bool,
     started: int,
 ) -> Solution:
@@ -95,7 +98,7 @@ def _solve_nested(
             if nested.tables.unit > 1:
                 notes.append(f"room inside segments is counted in units of {nested.tables.unit} bytes")
             if not path.finished:
-                notes.append("stopped at the time limit")
+                notes.append(f"stopped at the time limit of {limit_s:g} s")
             return make_solution(
                 problem,
                 segments,

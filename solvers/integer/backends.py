@@ -70,9 +70,8 @@ def run_highs(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> 
         "threads": 1,
         "mip_feasibility_tolerance": 1e-7,
         "primal_feasibility_tolerance": 1e-8,
+        "time_limit": max(time_limit_s, 0.01),
     }
-    if not math.isinf(time_limit_s):
-        options["time_limit"] = max(time_limit_s, 0.01)
     started = time.perf_counter()
     information, status = _run(programme, options)
     if not _consistent(programme, information):
@@ -80,8 +79,7 @@ def run_highs(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> 
         # then stop too early. What it reports differs from what the variables add up to: run again without a start.
         for variable in programme.variables():
             variable.varValue = None
-        if "time_limit" in options:
-            options["time_limit"] = max(time_limit_s - (time.perf_counter() - started), 0.01)
+        options["time_limit"] = max(time_limit_s - (time.perf_counter() - started), 0.01)
         information, status = _run(programme, options)
     return Answer(
         found=information.primal_solution_status == _FEASIBLE and _consistent(programme, information),
@@ -114,11 +112,10 @@ def run_cbc(programme: pulp.LpProblem, *, gap: float, time_limit_s: float) -> An
     Raises:
         pulp.PulpSolverError: If CBC is not available either.
     """
-    limit = None if math.isinf(time_limit_s) else max(time_limit_s, 0.01)
     with warnings.catch_warnings():
         # PuLP 3 brings this CBC along and warns that PuLP 4 will not.
         warnings.simplefilter("ignore", DeprecationWarning)
-        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=limit, threads=1, warmStart=True)
+        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=max(time_limit_s, 0.01), threads=1, warmStart=True)
     programme.solve(solver)
     found = programme.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     proven = programme.sol_status == pulp.LpSolutionOptimal

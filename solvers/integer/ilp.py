@@ -16,7 +16,7 @@ from ..chain import dp
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
 from ..simulate import simulate
-from ..solution import Solution, Status, make_solution
+from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
 from .backends import Answer, run_cbc, run_highs
 from .ilp_model import IlpModel, ModelBuilder
@@ -49,7 +49,8 @@ def solve(
 
     Args:
         problem: The problem.
-        time_limit_s: Seconds for everything; when they are over, the best plan known is returned with its bound.
+        time_limit_s: Seconds for everything, `DEFAULT_LIMIT_S` unless given; when they are over, the best plan known
+            is returned with its bound.
         gap: Share of its own added time that the plan may be away from the optimum.
         save_sets: Whether segments may keep some operators' outputs.
         backend: "highs" or "cbc". CBC reports no bound when it is stopped early.
@@ -61,9 +62,10 @@ def solve(
     if backend not in ("highs", "cbc"):
         raise ValueError(f"backend must be 'highs' or 'cbc', got {backend!r}")
     started = time.perf_counter_ns()
-    deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    limit_s = limit_in_force(time_limit_s)
+    deadline = time.perf_counter() + limit_s
     try:
-        first = dp.solve(problem, time_limit_s=time_limit_s, save_sets=save_sets)
+        first = dp.solve(problem, time_limit_s=limit_s, save_sets=save_sets)
     except BudgetTooSmallError as error:
         wall = time.perf_counter_ns() - started
         raise BudgetTooSmallError(problem, replace(error.solution, solver="ilp", wall_ns=wall)) from None
@@ -81,7 +83,7 @@ def solve(
         status = Status.OPTIMAL
     elif run.timed_out:
         status = Status.TIME_LIMIT
-        notes.append(f"stopped at the time limit of {time_limit_s} s")
+        notes.append(f"stopped at the time limit of {limit_s:g} s")
     return make_solution(
         problem,
         best,
