@@ -40,6 +40,12 @@ def cross_entropy(logits):
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
+@pytest.fixture(autouse=True)
+def _the_same_times_everywhere(monkeypatch):
+    # With `repeats=0` times are taken from the bytes that operators move.
+    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: HostCosts(0, 0))
+
+
 @pytest.mark.parametrize("holds_output", [True, False])
 def test_the_step_is_recorded_with_its_output_held_or_dropped_as_it_runs(holds_output):
     model, x = build()
@@ -52,8 +58,8 @@ def test_the_step_is_recorded_with_its_output_held_or_dropped_as_it_runs(holds_o
 
 def test_a_plan_for_a_dropped_output_is_dry_run_and_verified_with_it_dropped(tmp_path):
     model, x = build()
-    held = plan(model, x, "80%", solver="dp", loss=cross_entropy)
-    dropped = plan(model, x, held.budget_bytes, solver="dp", loss=cross_entropy, holds_output=False)
+    held = plan(model, x, "80%", solver="dp", loss=cross_entropy, repeats=0)
+    dropped = plan(model, x, held.budget_bytes, solver="dp", loss=cross_entropy, repeats=0, holds_output=False)
     assert dropped.predicted_overhead < held.predicted_overhead
     assert verify(model, x, held, loss=cross_entropy, repeats=0).measured_peak_bytes <= held.predicted_peak_bytes
     assert verify(model, x, dropped, loss=cross_entropy, repeats=0).measured_peak_bytes <= dropped.predicted_peak_bytes
@@ -118,15 +124,13 @@ def llama():
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_at_the_peak_of_a_llama_checkpointed_by_hand_a_plan_adds_no_more(every, monkeypatch):
+def test_at_the_peak_of_a_llama_checkpointed_by_hand_a_plan_adds_no_more(every):
     model, batch = llama()
     step = Step.of(model, batch, holds_output=False)
     entry = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *step.tensors()))
     with by_hand(model.model.layers[::every]):
         peak = entry + allocated_peak_bytes(step.train, CPU)
     model.zero_grad(set_to_none=True)
-    # Time by the bytes that operators move, the same on every machine and every day.
-    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: HostCosts(0, 0))
     planner = Planner.of(model, batch, holds_output=False, repeats=0)
     made = planner.plan(peak, solver="dp")
     blocks = [candidate for candidate in planner.bridge.problem(1).candidates if candidate.block][::every]
@@ -136,6 +140,7 @@ def test_at_the_peak_of_a_llama_checkpointed_by_hand_a_plan_adds_no_more(every, 
     found = verify(model, batch, made, repeats=0)
     assert found.exact
     assert found.measured_peak_bytes <= peak
-    # And the other way round: with that much added time, a lower peak.
-    lower = planner.plan(peak - peak // 50, solver="dp")
-    assert lower.predicted_overhead * planner.profile.step_ns <= by_hand_ns
+    if every > 1:
+        # And the other way round: with that much added time, a lower peak. (With every block replayed little is left.)
+        lower = planner.plan(peak - peak // 20, solver="dp")
+        assert lower.predicted_overhead * planner.profile.step_ns <= by_hand_ns
