@@ -3,16 +3,16 @@
 import tempfile
 
 import torch
-from remat.planner import apply, plan
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-# A model with use_cache on would hand a growing cache from block to block, which cannot be replayed.
-CONFIG = GPT2Config(
-    n_layer=4, n_embd=64, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False
-)
+from remat.integrations.transformers import PlanCallback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 
-def train(model: GPT2LMHeadModel, rows: list[dict[str, torch.Tensor]]) -> float:
+def train(*callbacks: TrainerCallback) -> float:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=4, n_embd=64, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0, eos_token_id=0)
+    )
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(256, (16, 128))]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -24,22 +24,15 @@ def train(model: GPT2LMHeadModel, rows: list[dict[str, torch.Tensor]]) -> float:
             disable_tqdm=True,
             seed=0,
         )
-        return Trainer(model=model, args=arguments, train_dataset=rows).train().training_loss
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[*callbacks])
+        return trainer.train().training_loss
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    plain, planned = GPT2LMHeadModel(CONFIG), GPT2LMHeadModel(CONFIG)
-    planned.load_state_dict(plain.state_dict())
-    tokens = torch.randint(256, (16, 128))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-
-    batch = {"input_ids": tokens[:4], "labels": tokens[:4]}
-    p = plan(planned.train(), batch, budget="60%", solver="dp", optimizer="adamw", holds_output=False)
-    print(p)
-    apply(planned, p)
-
-    losses = train(plain, rows), train(planned, rows)
+    # All that a plan takes: a callback. "auto" takes what the device has free.
+    callback = PlanCallback("60%", solver="dp")
+    losses = train(), train(callback)
+    print(callback.plan)
     print(f"mean loss of 4 steps: {losses[0]:.6f} without a plan, {losses[1]:.6f} with it")
     assert losses[0] == losses[1]
 

@@ -13,7 +13,8 @@ IN_THIS_PROCESS = {
     "plain_loop.py": ["exact against the unmodified model", "step 4: loss"],
     "transformers_trainer.py": ["mean loss of 4 steps"],
     "lightning_trainer.py": ["sum of the trained parameters"],
-    "with_accelerate.py": ["micro-batch 3: loss", "step"],
+    "with_accelerate.py": ["micro-batch 7: loss"],
+    "amp_loop.py": ["averaged weights bitwise equal with and without the plan: True"],
     "compiled.py": ["bitwise equal with and without the plan: True"],
     "without_timing.py": ["times: estimate", "more time (estimated)"],
 }
