@@ -23,6 +23,7 @@ class Circumstances:
         optimizer: Name of the optimizer counted, "" where none is.
         optimizer_bytes: Its state.
         optimizer_step_peak_bytes: Most bytes alive during its own step, everything included.
+        library_bytes: What libraries keep on the device throughout.
         whole_step_bytes: What the unmodified step of the whole model allocates above its entry; what one process needs
             to run it.
         headroom: Share of the budget that was kept free.
@@ -36,6 +37,7 @@ class Circumstances:
     optimizer: str = ""
     optimizer_bytes: Count = 0
     optimizer_step_peak_bytes: Count = 0
+    library_bytes: Count = 0
     whole_step_bytes: Count | None = None
     headroom: float = 0.0
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
+from ..profiler.devices import device_of
 from ..profiler.preserve import preserved
-from ..profiler.profiling import CUDA_GRANULARITY
 from ..profiler.results import Arm, Difference, Results, run_steps, written_in_forward
 from ..profiler.step import Loss, Step
 from ..profiler.timing import timed_ns, train_once
@@ -158,7 +158,7 @@ class _Bench:
         known = plan.circumstances
         self.accumulation = known.accumulation
         # With several ranks the plan knows the state over the shards, not the whole model's.
-        self.optimizer_bytes = known.optimizer_bytes if plan.ranks == 1 else 0
+        self.kept_bytes = known.library_bytes + (known.optimizer_bytes if plan.ranks == 1 else 0)
         self.floor_bytes = known.optimizer_step_peak_bytes if plan.ranks == 1 else 0
 
     def run(self) -> Verification:
@@ -205,8 +205,8 @@ class _Bench:
         model = self.step.model
         tensors = [*model.parameters(), *model.buffers(), *self.step.tensors()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        round_to = CUDA_GRANULARITY if self.device.type == "cuda" else 1
-        return sum(-(-nbytes // round_to) * round_to for nbytes in storages.values()) + self.optimizer_bytes
+        round_to = device_of(self.device).round_to
+        return sum(-(-nbytes // round_to) * round_to for nbytes in storages.values()) + self.kept_bytes
 
     def _run(self, arm: Arm) -> Results:
         return run_steps(self.step, arm, self.steps, accumulation=self.accumulation)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
+from .devices import Device, device_of
 from .internals import kineto_events
 
 _MARK = "remat.measured"
@@ -41,7 +39,7 @@ def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Run something and return the most bytes allocated on `device` at any moment, above what was there at entry.
 
     On a CPU this is the running sum of the allocator's own events (torch.profiler, profile_memory), exact to the byte.
-    On CUDA it is `max_memory_allocated` less `memory_allocated` at entry.
+    On CUDA it is what its allocator counts, above what was allocated at entry.
     """
     return allocations_inside(lambda window: window(run), device)[0][0]
 
@@ -54,10 +52,10 @@ def allocations_inside(body: Callable[[Window], Any], device: torch.device | Non
         device: Where memory is counted; default the CPU.
     """
     gc.collect()
-    if device is not None and device.type == "cuda":
-        measured: list[tuple[int, int]] = []
-        body(lambda call: _on_cuda(call, device, measured))
-        return measured
+    if device is not None and device_of(device).counts_itself:
+        counted = _Counted(device_of(device))
+        body(counted)
+        return counted.measured
 
     def window(call: Callable[[], Any]) -> Any:
         with record_function(_MARK):
@@ -69,14 +67,35 @@ def allocations_inside(body: Callable[[Window], Any], device: torch.device | Non
     return _inside_marks(profiler)
 
 
-def _on_cuda(call: Callable[[], Any], device: torch.device, measured: list[tuple[int, int]]) -> Any:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = call()
-    torch.cuda.synchronize(device)
-    measured.append((torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before))
-    return result
+class _Counted:
+    """Measure calls, and calls inside them, by the one peak that a device's allocator keeps."""
+
+    def __init__(self, place: Device) -> None:
+        self.measured: list[tuple[int, int]] = []
+        self._place = place
+        self._peaks: list[int] = []
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        outermost, position = not self._peaks, len(self.measured)
+        self.measured.append((0, 0))
+        self._fold(wait=outermost)
+        before = torch.cuda.memory_allocated(self._place.device)
+        self._peaks.append(before)
+        try:
+            return call()
+        finally:
+            self._fold(wait=outermost)
+            peak, after = self._peaks.pop(), torch.cuda.memory_allocated(self._place.device)
+            self.measured[position] = (peak - before, after - before)
+
+    def _fold(self, *, wait: bool) -> None:
+        """Take the counter into every open window, and start it again."""
+        # The allocator counts on the host, at once: only what other streams still hold must be waited for.
+        if wait:
+            self._place.synchronize()
+        peak = torch.cuda.max_memory_allocated(self._place.device)
+        self._peaks = [max(known, peak) for known in self._peaks]
+        torch.cuda.reset_peak_memory_stats(self._place.device)
 
 
 def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
@@ -101,16 +120,4 @@ def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
 
 def fits(nbytes: int, device: torch.device) -> bool:
     """Return whether a device has room for so many bytes, and some to spare."""
-    return nbytes <= FREE_SHARE * _free_memory_bytes(device)
-
-
-def _free_memory_bytes(device: torch.device) -> int:
-    """Return how much memory the device can still give."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-        return int(available.split()[1]) * 1024
-    # Elsewhere the standard library tells at most how much there is.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else sys.maxsize
+    return nbytes <= FREE_SHARE * device_of(device).free_bytes()

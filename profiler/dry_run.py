@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .devices import device_of
 from .internals import FakeTensorMode, tensor_registries
 from .preserve import preserved
 from .recorder import SMALL_NUMEL, Recorder
@@ -113,7 +114,8 @@ def record_step(
         planned: Leave saving to the segments applied to the model; who saves what is then not noted.
     """
     model = step.model
-    recorder = Recorder(round_to=round_to, scratch=scratch)
+    device = next(model.parameters()).device
+    recorder = Recorder(round_to=round_to, device=device, stream=device_of(device).current_stream, scratch=scratch)
     for name, parameter in model.named_parameters():
         recorder.identify(parameter, "parameter", name)
         if accumulation and parameter.requires_grad:

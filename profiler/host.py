@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from .devices import device_of
+
 _OPERATORS = 20
 _REPEATS = 15
 
@@ -30,7 +32,7 @@ def host_costs(device: torch.device) -> HostCosts:
     The fastest of some repeats counts, so that other work on the machine disturbs little. Replaying the operators is
     not counted: a planner prices that by their own times.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=device_of(device).forked):
         x = torch.ones(4, device=device, requires_grad=True)
         forward = _fastest(lambda: _chain(x), device)
         plain = _fastest(lambda: _backward(_chain(x)), device)
@@ -65,12 +67,12 @@ def _recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 def _fastest(run: Callable[[], Any], device: torch.device) -> int:
+    place = device_of(device)
     times: list[int] = []
     with torch.enable_grad():
         for _ in range(_REPEATS):
             start = time.perf_counter_ns()
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            place.synchronize()
             times.append(time.perf_counter_ns() - start)
     return min(times)

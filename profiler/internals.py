@@ -21,8 +21,11 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "autograd_sequence",
+    "clear_cublas_workspaces",
     "fake_mode_is_on",
     "forward_hooks",
+    "is_annotation",
+    "is_operator",
     "kineto_events",
     "ran_on_cpu",
     "storage_key",
@@ -65,3 +68,20 @@ def kineto_events(profiler: Any) -> list[Any]:
 def ran_on_cpu(event: Any) -> bool:
     """Return whether a raw event happened on the CPU."""
     return event.device_type() == DeviceType.CPU
+
+
+def is_annotation(event: Any) -> bool:
+    """Return whether a raw event is a user's annotation (record_function), on the CPU or mirrored on a device."""
+    return event.is_user_annotation()
+
+
+def is_operator(event: Any) -> bool:
+    """Return whether a raw event is an operator, whose number kernels are linked by, and no call of the driver's."""
+    return event.activity_type() == "cpu_op" and not event.is_async()
+
+
+def clear_cublas_workspaces() -> None:
+    """Let cuBLAS give its workspaces back; nothing to do where torch was built without CUDA."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

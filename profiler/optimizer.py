@@ -48,7 +48,7 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             copied.step()
-            recorder = Recorder(round_to=round_to)
+            recorder = Recorder(round_to=round_to, device=trained[0].device)
             for parameter in trained:
                 recorder.identify(parameter, "parameter")
                 recorder.identify(parameter.grad, "gradient")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .devices import all_random_states
 from .internals import FakeTensor, tensor_registries
 
 _CONTAINER_DEPTH = 4
@@ -67,15 +68,12 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _restorer_of_random_states() -> Callable[[], None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    python, numpy, restore_torch = random.getstate(), np.random.get_state(), all_random_states()
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        restore_torch()
 
     return restore
 

@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .allocator import collected, fits
+from .devices import Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, faked, record_step
+from .kernels import with_host
 from .optimizer import optimizer_bytes
 from .preserve import preserved
 from .records import Parts, Profile
@@ -22,9 +24,6 @@ from .stages import cut
 from .step import BatchError, Loss, Step
 from .step_record import Operator, StepRecord, Storage
 from .timing import forward_without_saving, operator_times, timed_ns, train_once
-
-CUDA_GRANULARITY = 512
-"""PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
 
 
 @dataclass(slots=True)
@@ -46,9 +45,14 @@ class Session:
     reference: Results | None = None
 
     @property
+    def place(self) -> Device:
+        """Return what is known of the device."""
+        return device_of(self.device)
+
+    @property
     def round_to(self) -> int:
         """Return the allocation granularity of the device, in bytes."""
-        return CUDA_GRANULARITY if self.device.type == "cuda" else 1
+        return self.place.round_to
 
     def record(self, method: Literal["dry run", "real step"], *, planned: bool = False) -> StepRecord:
         """Record the step as the model is now, with or without a plan applied."""
@@ -72,9 +76,11 @@ def open_session(
 
     Raises:
         BatchError: The batch cannot be used.
+        DeviceError: Steps cannot be measured on the model's device.
     """
     step = Step.of(model, batch, loss, holds_output=holds_output)
     device = next(model.parameters()).device
+    device_of(device)
     return Session(step, device, ScratchMeter(), accumulation)
 
 
@@ -141,26 +147,37 @@ def profile(
     needed = recording.peak_bytes() - recording.entry_bytes()
     runs_whole = fits(needed, device)
     say("measuring operators' workspace")
-    allocated = 0
+    allocated = kept = 0
     if runs_whole and repeats > 0:
-        with preserved(model, written_parameters=step.written):
-            session.scratch.learn(step.train, device)
-        # Again without a dispatch mode, under which autograd sums gradients out of place.
-        session.reference = run_steps(step, nullcontext)
-        allocated = session.reference.peak_bytes
+        try:
+            kept = _learn(session)
+            allocated = 0 if session.reference is None else session.reference.peak_bytes
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            runs_whole = False
+            session.reference = None
+            notes.append(f"memory ran out in a real step, of which nothing was measured: {_first_line(error)}")
+    session.place.release_cached()
     session.scratch.measure_alone()
+    if session.scratch.unmeasured:
+        count = len(session.scratch.unmeasured)
+        notes.append(f"the workspace of {count} convolutions is not counted: memory ran out when they were run alone")
+    if kept:
+        notes.append(f"libraries keep {kept} bytes of workspace on the device; every peak holds them")
     recording = session.scratch.fill_in(recording)
     recorded = recording.peak_bytes() - recording.entry_bytes()
     unseen = max(0, allocated - recorded) if not accumulation else 0
     if unseen > 0.01 * recorded:
         notes.append(f"the allocator gave out {unseen} bytes more than was recorded; every peak is raised by them")
     names = [operator.operator for operator in recording.operators[: recording.loss_stop]]
+    notes += _device_notes(session, names)
     say("timing its operators")
     times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
     say("timing the step")
     step_ns, step_time_from = _step_time(session, needed if not runs_whole else 0, forward_ns, repeats)
     say("recording the optimizer")
-    parts = _parts(session, recording, optimizer)
+    parts = _parts(session, recording, optimizer, kept)
     storages = _storages(recording, unsaved)
     untimed = len(recording.operators) - len(times)
     return Profile(
@@ -180,26 +197,78 @@ def profile(
         step_time_from=step_time_from,
         accumulation=accumulation,
         unseen_bytes=unseen,
+        library_bytes=kept,
         notes=tuple(notes),
     )
+
+
+def _learn(session: Session) -> int:
+    """Run the unmodified step for real, and learn operators' workspace, results and peak.
+
+    Returns:
+        The bytes that libraries keep from its first run on.
+    """
+    step, device = session.step, session.device
+    with preserved(step.model, written_parameters=step.written):
+        kept = session.place.warm_up(lambda: train_once(step))
+        session.scratch.learn(step.train, device)
+    # Again without a dispatch mode, under which autograd sums gradients out of place.
+    session.reference = run_steps(step, nullcontext)
+    return kept
+
+
+def _device_notes(session: Session, names: Sequence[str]) -> list[str]:
+    """Name what is not counted on a device that runs behind the host."""
+    notes: list[str] = []
+    if "aten.record_stream.default" in names:
+        notes.append(
+            "tensors are handed to other streams (record_stream): their memory is free for others only when those "
+            "streams are done, which is not counted; keep some headroom"
+        )
+    convolutions = any("convolution" in name for name in names)
+    if session.place.runs_behind and convolutions and torch.backends.cudnn.benchmark:
+        notes.append(
+            "cudnn.benchmark is on: for every new shape algorithms are tried with as much workspace as they ask for, "
+            "which is not counted beyond the shapes of this batch"
+        )
+    return notes
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _times(
     session: Session, recording: StepRecord, names: Sequence[str], repeats: int, notes: list[str]
 ) -> tuple[list[int], int, str]:
     if repeats <= 0:
-        times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
-        return times, sum(times), "estimate: bytes moved at 1 GB/s, not measured"
-    with preserved(session.step.model, written_parameters=session.step.written):
-        if session.reference is None:
-            forward_without_saving(session.step)
-        times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
+        return *_estimated_times(recording), "estimate: bytes moved at 1 GB/s, not measured"
+    try:
+        with preserved(session.step.model, written_parameters=session.step.written):
+            if session.reference is None:
+                forward_without_saving(session.step)
+            times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        notes.append(f"memory ran out while operators were timed: {_first_line(error)}")
+        return *_estimated_times(recording), "estimate: bytes moved at 1 GB/s, memory ran out while measuring"
     if not same:
         notes.append(
             "the real forward runs other operators than the dry run (it depends on data): figures are approximate"
         )
-    host_ns = max(0, forward_ns - sum(times)) // max(1, len(times)) if session.device.type == "cpu" else 0
-    return [ns + host_ns for ns in times], forward_ns, f"torch.profiler, median of up to {repeats}"
+    if session.place.runs_behind:
+        times = with_host(times, forward_ns)
+    else:
+        host_ns = max(0, forward_ns - sum(times)) // max(1, len(times))
+        times = [ns + host_ns for ns in times]
+    return times, forward_ns, f"torch.profiler, median of up to {repeats}"
+
+
+def _estimated_times(recording: StepRecord) -> tuple[list[int], int]:
+    times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
+    return times, sum(times)
 
 
 def _moved_bytes(operator: Operator, recording: StepRecord) -> int:
@@ -213,12 +282,17 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
         return 3 * forward_ns, "estimate: backward taken as twice the forward"
     if lacking:
         return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
-    with preserved(session.step.model, written_parameters=session.step.written):
-        known = [session.reference.step_ns] if session.reference is not None else []
-        return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
+    try:
+        with preserved(session.step.model, written_parameters=session.step.written):
+            known = [session.reference.step_ns] if session.reference is not None else []
+            return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return 3 * forward_ns, "estimate: backward taken as twice the forward, memory ran out while timing the step"
 
 
-def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str | None) -> Parts:
+def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str | None, library_bytes: int) -> Parts:
     total = recording.total_bytes
     parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
     state = step_peak = 0
@@ -226,6 +300,7 @@ def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str |
         state, temporaries = optimizer_bytes(session.step, optimizer, round_to=session.round_to)
         outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
         step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
+        step_peak += library_bytes
     return Parts(
         parameters=parameters,
         buffers=buffers,

@@ -40,10 +40,10 @@ SMALL_NUMEL = 1 << 20
 class _Life:
     """What is known so far of a storage; `Storage` says what each part means."""
 
-    __slots__ = ("born", "kind", "last", "name", "nbytes", "read_by", "saved_by", "written_by")
+    __slots__ = ("born", "kind", "last", "name", "nbytes", "read_by", "saved_by", "stream", "written_by")
 
-    def __init__(self, nbytes: int, born: int, kind: Kind, name: str) -> None:
-        self.nbytes, self.born, self.name = nbytes, born, name
+    def __init__(self, nbytes: int, born: int, kind: Kind, name: str, stream: int) -> None:
+        self.nbytes, self.born, self.name, self.stream = nbytes, born, name, stream
         self.kind: Kind = kind
         self.last: int | None = None
         self.saved_by: set[int] = set()
@@ -62,6 +62,7 @@ class _Life:
             saved_by=tuple(sorted(self.saved_by)),
             read_by=tuple(sorted(self.read_by)),
             written_by=tuple(sorted(self.written_by)),
+            stream=self.stream,
         )
 
 
@@ -86,6 +87,8 @@ class Recorder(TorchDispatchMode):
 
     Args:
         round_to: Allocation granularity in bytes (512 on CUDA, 1 on CPU).
+        device: Where memory is counted; a storage elsewhere counts no bytes. None counts all.
+        stream: Tells the stream that work is launched on now.
         scratch: Measures what operators allocate and free inside themselves; None leaves it out.
 
     Attributes:
@@ -95,7 +98,14 @@ class Recorder(TorchDispatchMode):
         loss_is_assumed: See `StepRecord`.
     """
 
-    def __init__(self, *, round_to: int = 1, scratch: ScratchMeter | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        round_to: int = 1,
+        device: torch.device | None = None,
+        stream: Callable[[], int] = int,
+        scratch: ScratchMeter | None = None,
+    ) -> None:
         super().__init__()
         self.lives: list[_Life] = []
         self.forward_stop = self.loss_stop = 0
@@ -104,6 +114,8 @@ class Recorder(TorchDispatchMode):
         self._seen: list[_Seen] = []
         self._calls: list[ModuleCall] = []
         self._round_to = round_to
+        self._device = device
+        self._stream = stream
         self._scratch = scratch
         self._index_of: dict[int, int] = {}
         self._references: dict[int, object] = {}
@@ -183,9 +195,10 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(key)
         if index is not None:
             return index, False
-        nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
+        elsewhere = self._device is not None and tensor.device != self._device
+        nbytes = 0 if elsewhere else -(-storage.nbytes() // self._round_to) * self._round_to
         index = len(self.lives)
-        life = _Life(nbytes, -1 if kind != "activation" else self.count, kind, name)
+        life = _Life(nbytes, -1 if kind != "activation" else self.count, kind, name, self._stream())
         self.lives.append(life)
         self._index_of[key] = index
 

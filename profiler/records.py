@@ -74,6 +74,7 @@ class Profile(StepRecord):
         step_time_from: How `step_ns` was obtained.
         accumulation: Whether gradients exist from the beginning.
         unseen_bytes: What the allocator's peak in a real step was above the recorded one; counted as alive throughout.
+        library_bytes: What libraries keep on the device from their first call on (cuBLAS's workspace), throughout.
         notes: What a reader of the figures must know.
     """
 
@@ -89,11 +90,12 @@ class Profile(StepRecord):
     step_time_from: str
     accumulation: bool
     unseen_bytes: int = 0
+    library_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
 
     def live_bytes(self) -> IntArray:
         """Return the bytes alive at each operator's worst moment, optimizer state included; shape (operators,)."""
-        return StepRecord.live_bytes(self) + self.parts.optimizer + self.unseen_bytes
+        return StepRecord.live_bytes(self) + self.parts.optimizer + self.unseen_bytes + self.library_bytes
 
     def live_bytes_by_kind(self) -> dict[str, IntArray]:
         """Return the same without scratch, by category: parameters, optimizer, gradients, activations, ..."""
@@ -118,7 +120,8 @@ class Profile(StepRecord):
     def fixed_bytes(self) -> int:
         """Return what is alive throughout: parameters, buffers, batch, optimizer state, accumulated gradients."""
         parts = self.parts
-        fixed = parts.parameters + parts.buffers + parts.batch + parts.optimizer + self.unseen_bytes
+        fixed = parts.parameters + parts.buffers + parts.batch + parts.optimizer
+        fixed += self.unseen_bytes + self.library_bytes
         return fixed + (parts.gradients if self.accumulation else 0)
 
     def module_of(self, operator: int) -> str:

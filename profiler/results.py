@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .allocator import allocated_peak_bytes, fits
+from .devices import device_of
 from .preserve import preserved
 from .step import Step
 from .timing import timed_ns
@@ -165,6 +166,5 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
     numpy: Any = np.random.get_state(legacy=True)
-    return torch.get_rng_state(), cuda, random.getstate(), numpy[1].tolist(), int(numpy[2])
+    return torch.get_rng_state(), device_of(device).random_state(), random.getstate(), numpy[1].tolist(), int(numpy[2])

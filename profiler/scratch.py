@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .allocator import allocations_inside
+from .allocator import Window, allocations_inside
+from .devices import is_out_of_memory
 from .internals import unset_fake_temporarily
 from .step_record import StepRecord
 
@@ -24,9 +25,14 @@ MEASURED_ALONE = frozenset({"aten.convolution.default", "aten.convolution_backwa
 
 
 class ScratchMeter:
-    """Answer how many bytes operator calls take beyond their outputs; each distinct call is measured once."""
+    """Answer how many bytes operator calls take beyond their outputs; each distinct call is measured once.
+
+    Attributes:
+        unmeasured: Calls for which memory ran out while they were measured alone.
+    """
 
     def __init__(self) -> None:
+        self.unmeasured: list[str] = []
         self._known: dict[str, int] = {}
         self._alone: dict[str, tuple[Callable[[], Any], torch.device]] = {}
         self._names: frozenset[str] | None = None
@@ -46,13 +52,11 @@ class ScratchMeter:
         """Measure every operator of a real step; return the most bytes allocated at any moment of it.
 
         Args:
-            train: Runs the step. On CUDA nothing is learned: its allocator's events are not told apart here.
+            train: Runs the step, which must not be the first: libraries keep what they allocate then.
             device: The model's device.
         """
-        if device.type != "cpu":
-            return 0
         marker = _Keys()
-        whole, *windows = allocations_inside(lambda run: run(lambda: marker.run(run, train)))
+        whole, *windows = allocations_inside(lambda run: run(lambda: marker.run(run, train)), device)
         assert len(windows) == len(marker.keys), "torch.profiler dropped operators"
         for key, (peak, net) in zip(marker.keys, windows, strict=True):
             self._known[key] = max(self._known.get(key, 0), peak - max(net, 0))
@@ -67,12 +71,25 @@ class ScratchMeter:
         self._alone.clear()
         if not pending:
             return
-        calls = [call for call, _ in pending.values()]
         device = next(iter(pending.values()))[1]
+        measured: list[str] = []
+
+        def body(run: Window) -> None:
+            for key, (make, _) in pending.items():
+                try:
+                    call = make()
+                    measured.append(key)
+                    run(call)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self.unmeasured.append(key)
+
         with unset_fake_temporarily(), torch.no_grad():
-            windows = allocations_inside(lambda run: [run(call()) for call in calls], device)
-        for key, (peak, net) in zip(pending, windows, strict=True):
-            self._known[key] = peak - max(net, 0)
+            windows = allocations_inside(body, device)
+        for key, (peak, net) in zip(measured, windows, strict=True):
+            if key not in self.unmeasured:
+                self._known[key] = peak - max(net, 0)
 
     def fill_in(self, record: StepRecord) -> StepRecord:
         """Return a record with the scratch of its operators; 0 where it was not measured."""

@@ -144,6 +144,13 @@ def _check_model(model: nn.Module) -> None:
             raise BatchError(f"{where} is compiled by torch.jit.script, whose calls cannot be seen: pass the original")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise BatchError(f"{where} has sparse gradients, which are not counted: pass sparse=False")
+    first = {str(parameter.device): name for name, parameter in reversed(list(model.named_parameters()))}
+    if len(first) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in sorted(first.items()))
+        raise BatchError(
+            f"the model's parameters lie on {len(first)} devices ({where}), and a budget is for the memory of one: "
+            "move it to one device, or plan each device's part as a model of its own"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise BatchError(f"{name!r} is not initialised (a lazy module): run the model once before planning")

@@ -109,6 +109,7 @@ class Storage:
         saved_by: Forward operators that save it for backward.
         read_by: Operators that read it.
         written_by: Operators that change it in place.
+        stream: The stream it was made on, whose pool of memory it came from; 0 is the default one.
     """
 
     nbytes: int
@@ -120,6 +121,7 @@ class Storage:
     saved_by: tuple[int, ...] = ()
     read_by: tuple[int, ...] = ()
     written_by: tuple[int, ...] = ()
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .internals import kineto_events, ran_on_cpu
+from .devices import device_of
+from .internals import kineto_events
+from .kernels import marked_durations
 from .step import Step
 
 _MARK = "remat.operator"
@@ -35,12 +36,6 @@ class _Marker(TorchDispatchMode):
         self.names.append(str(func))
         with record_function(_MARK):
             return func(*args, **(kwargs or {}))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; nothing to do on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def forward_without_saving(step: Step) -> torch.Tensor:
@@ -67,6 +62,7 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
         exactly the expected operators. When it did not (data-dependent paths), times are matched by operator name and
         occurrence.
     """
+    place = device_of(device)
     runs: list[list[int]] = []
     seen: list[str] = []
 
@@ -75,12 +71,11 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
 
     def run_marked() -> None:
         marker = _Marker()
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-        with torch_profile(activities=activities) as profiler:
+        with torch_profile(activities=place.activities) as profiler:
             with marker:
                 run()
-            synchronize(device)
-        durations = _durations(profiler, device)
+            place.synchronize()
+        durations = marked_durations(kineto_events(profiler), _MARK, on_device=place.runs_behind)
         assert len(durations) == len(marker.names), "torch.profiler dropped operators"
         runs.append(_match(marker.names, durations, names))
         seen[:] = marker.names
@@ -88,37 +83,6 @@ def operator_times(step: Step, names: Sequence[str], device: torch.device, repea
     run_marked()
     forward_ns = timed_ns(run, device, repeats, between=run_marked)
     return [median_low(times) for times in zip(*runs, strict=True)], forward_ns, seen == list(names)
-
-
-def _durations(profiler: Any, device: torch.device) -> list[int]:
-    events = kineto_events(profiler)
-    marks = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in events
-        if event.name() == _MARK and ran_on_cpu(event)
-    )
-    starts = [start for start, _ in marks]
-    durations = [0] * len(marks)
-
-    def mark_of(event: Any) -> int | None:
-        position = bisect_right(starts, event.start_ns()) - 1
-        inside = position >= 0 and event.start_ns() + event.duration_ns() <= marks[position][1]
-        return position if inside else None
-
-    on_cpu = [event for event in events if ran_on_cpu(event) and event.name() not in (_MARK, "[memory]")]
-    if device.type != "cuda":
-        for event in on_cpu:
-            position = mark_of(event)
-            if position is not None:
-                durations[position] = max(durations[position], event.duration_ns())
-        return durations
-    mark_of_launch = {event.correlation_id(): mark_of(event) for event in on_cpu}
-    for event in events:
-        if not ran_on_cpu(event) and event.name() != _MARK:
-            position = mark_of_launch.get(event.linked_correlation_id())
-            if position is not None:
-                durations[position] += event.duration_ns()
-    return durations
 
 
 def _match(seen: Sequence[str], durations: Sequence[int], expected: Sequence[str]) -> list[int]:
@@ -154,12 +118,13 @@ def timed_ns(
         known: Times taken already.
         between: Run after each run.
     """
+    place = device_of(device)
     times = list(known)
     while len(times) < repeats and sum(times) < ENOUGH_NS:
-        synchronize(device)
+        place.synchronize()
         start = time.perf_counter_ns()
         result = run()
-        synchronize(device)
+        place.synchronize()
         times.append(time.perf_counter_ns() - start)
         del result
         if between is not None:

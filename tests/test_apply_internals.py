@@ -106,3 +106,16 @@ def test_the_compiler_tells_when_it_takes_frames():
 def test_a_module_list_has_no_forward_and_a_sequential_has_one():
     assert not internals.has_forward(torch.nn.ModuleList())
     assert internals.has_forward(torch.nn.Sequential())
+
+
+def test_settings_of_accelerators_come_back():
+    changed = {True: False, False: True}
+    for read, bring_back in internals._ACCELERATOR:
+        before = read()
+        other = before[::-1] if isinstance(before, list) else changed.get(before, (False, False))
+        try:
+            bring_back(other)
+            assert read() == other
+        finally:
+            bring_back(before)
+        assert read() == before

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, Plan, Planner, PlanError, plan, verify
+from remat.planner import InfeasibleBudgetError, Plan, PlanError, Planner, plan, verify
 from remat.profiler import profile
 from remat.profiler.allocator import allocated_peak_bytes
 from remat.profiler.host import HostCosts

@@ -162,6 +162,19 @@ _ACCELERATOR: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction),
+    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
+    (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda setting: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*setting),
+    ),
+    (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda setting: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*setting),
+    ),
 )
 _AMBIENT = _ANYWHERE + (_ACCELERATOR if _ACCELERATOR_KIND is not None else ())
 _READ_AMBIENT = tuple(read for read, _ in _AMBIENT)

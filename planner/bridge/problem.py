@@ -303,7 +303,7 @@ class Bridge:
     def _backward_moments(self, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, per stage, the most bytes alive in its backward and the bytes alive just before it."""
         profile, n = self.profile, len(self.profile.stages)
-        always = profile.parts.optimizer + profile.unseen_bytes - profile.fixed_bytes()
+        always = profile.parts.optimizer + profile.unseen_bytes + profile.library_bytes - profile.fixed_bytes()
         # What comes after the last operator (gradients reduced at the end of backward) is no stage's.
         before = alive(profile.storages, len(profile.operators), before=True)[:-1] + always
         worst = np.full(n, -1, dtype=np.int64)

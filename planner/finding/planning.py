@@ -324,6 +324,7 @@ class Planner:
                 optimizer=self.options.optimizer_name,
                 optimizer_bytes=recorded.parts.optimizer,
                 optimizer_step_peak_bytes=recorded.parts.optimizer_step_peak,
+                library_bytes=recorded.library_bytes,
                 whole_step_bytes=self._whole_step_bytes(),
                 headroom=headroom,
             ),

@@ -172,10 +172,10 @@ class Search:
                 measured = self._measured_bytes()
         except Exception as error:
             raise DryRunFailedError(segments, error) from error
-        recorded = recording.peak_bytes() + self.whole.parts.optimizer
+        recorded = recording.peak_bytes() + self.whole.parts.optimizer + self.whole.library_bytes
         unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
         recording = self.on_rank(recording)
-        alive = recording.peak_bytes() + self.profile.parts.optimizer + unseen
+        alive = recording.peak_bytes() + self.profile.parts.optimizer + self.profile.library_bytes + unseen
         return recording, alive, recorded + unseen
 
     def _measured_bytes(self) -> int:
@@ -201,7 +201,7 @@ class Search:
         Besides what the profile missed, that is what torch's checkpoint keeps of the random state, which is no
         operator's output: once per region, once more in a replay. It lies in the CPU's memory whatever the device.
         """
-        if self.session.device.type != "cpu":
+        if not self.session.place.keeps_random_state_on_host:
             return self.profile.unseen_bytes
         regions = sum(1 for segment in segments for _ in segment.walk())
         random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import torch
-
 from ...profiler.allocator import fits
+from ...profiler.devices import device_of, is_out_of_memory
 from ...profiler.results import Results, run_steps
 from ...profiler.step import Step
 from ..applier.apply import apply_segments, unplanned
@@ -63,25 +62,38 @@ class Trials:
         if not fits(needed_bytes, device):
             self.unchecked = "the plan's replay was not compared with the unmodified step, which does not fit"
             return []
-        with unplanned(step.model):
-            if self._reference is None:
-                self._reference = run_steps(step, nullcontext)
-            if not self._difference(step, segments, self._reference):
-                return []
-            if not self._repeats_itself(step):
-                self.unchecked = (
-                    "the plan's replay could not be checked: the unmodified step does not repeat itself bit for bit"
-                )
-                return []
-            return self._faults(step, tuple(segments))
+        try:
+            with unplanned(step.model):
+                return self._checked(step, tuple(segments))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            first = str(error).strip().partition("\n")[0]
+        # Outside of the handler: the error held the frames of the step, and those its tensors.
+        device_of(device).release_cached()
+        self.peak_bytes = None
+        self.unchecked = f"the plan was not tried: memory ran out in a real step ({first})"
+        return []
+
+    def _checked(self, step: Step, segments: tuple[PlannedSegment, ...]) -> list[Fault]:
+        if self._reference is None:
+            self._reference = run_steps(step, nullcontext)
+        if not self._difference(step, segments, self._reference):
+            return []
+        if not self._repeats_itself(step):
+            self.unchecked = (
+                "the plan's replay could not be checked: the unmodified step does not repeat itself bit for bit"
+            )
+            return []
+        return self._faults(step, segments)
 
     def _difference(self, step: Step, segments: Sequence[PlannedSegment], reference: Results) -> str:
         model = step.model
         try:
             planned = run_steps(step, lambda: apply_segments(model, segments, training=model.training))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             lines = str(error).strip().splitlines()
             return f"it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
         self.peak_bytes = planned.peak_bytes

@@ -97,6 +97,7 @@ class Sharding:
         parameters, gradients = total("parameter"), total("gradient", kept=True)
         state, temporaries = optimizer or (0, 0)
         held = parameters + whole.parts.buffers + whole.parts.batch + gradients + state + total("activation", kept=True)
+        held += whole.library_bytes
         return replace(
             divided,
             parts=replace(

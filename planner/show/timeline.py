@@ -64,7 +64,8 @@ def step_timeline(planner: Planner, plan: Plan | None = None) -> Timeline:
                 recording = planner.search.on_rank(session.record(profile.bytes_from, planned=True))
     live = recording.live_bytes_by_kind()
     scratch = np.array([operator.scratch_bytes for operator in recording.operators], dtype=np.int64)
-    live["temporary"] += scratch + planner.search.unseen_bytes(plan.segments if plan is not None else ())
+    unseen = planner.search.unseen_bytes(plan.segments if plan is not None else ())
+    live["temporary"] += scratch + profile.library_bytes + unseen
     count, parts = len(recording.operators), profile.parts
     live["optimizer"] = np.full(count, parts.optimizer, dtype=np.int64)
     if parts.optimizer_step_peak:

@@ -1,0 +1,250 @@
+"""What differs between kinds of device, in one place: waiting, rounding, free memory, random states, what runs out.
+
+Knows nothing of models, steps or plans.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from .internals import clear_cublas_workspaces
+
+CUDA_GRANULARITY = 512
+"""PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
+CONTEXT_AT_MOST_BYTES = 3 << 29
+"""What is in use on a card beyond this, and not by this process's allocator, is taken for another process's."""
+
+
+class DeviceError(ValueError):
+    """Raised for a device that steps cannot be measured on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A processor and its memory, as steps are measured on it; this one is the CPU.
+
+    Attributes:
+        device: torch's name for it.
+    """
+
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """Return what a user would call it."""
+        return "CPU"
+
+    @property
+    def round_to(self) -> int:
+        """Return the granularity of allocations, in bytes."""
+        return 1
+
+    @property
+    def budget_on(self) -> Literal["allocated", "reserved"]:
+        """Return which figure runs out: what tensors take, or what a caching allocator took for them."""
+        return "allocated"
+
+    @property
+    def counts_itself(self) -> bool:
+        """Return whether the allocator counts its peak; else its events are recorded and summed."""
+        return False
+
+    @property
+    def runs_behind(self) -> bool:
+        """Return whether operators are launched and run later, so that the host's time is hidden or shows."""
+        return False
+
+    @property
+    def keeps_random_state_on_host(self) -> bool:
+        """Return whether what checkpoints keep of random states takes this device's memory."""
+        return True
+
+    @property
+    def activities(self) -> list[ProfilerActivity]:
+        """Return what torch.profiler must record to see this device's work."""
+        return [ProfilerActivity.CPU]
+
+    @property
+    def forked(self) -> list[torch.device]:
+        """Return the devices whose random state `torch.random.fork_rng` must keep besides the CPU's."""
+        return []
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    def current_stream(self) -> int:
+        """Return which stream operators are launched on now; 0 is the default one."""
+        return 0
+
+    def free_bytes(self) -> int:
+        """Return how much memory can still be had, the caching allocator's own store included."""
+        meminfo = Path("/proc/meminfo")
+        if meminfo.exists():
+            available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+            return int(available.split()[1]) * 1024
+        # Elsewhere the standard library tells at most how much there is.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else sys.maxsize
+
+    def context_bytes(self) -> int:
+        """Return what the driver and its libraries hold for this process outside the allocator."""
+        return 0
+
+    def random_state(self) -> torch.Tensor:
+        """Return the device's own random state; empty where it has none besides the CPU's."""
+        return torch.empty(0)
+
+    def warm_up(self, run: Callable[[], Any]) -> int:
+        """Run something so that what follows is not the first; return the bytes that libraries keep from it on.
+
+        On a CPU nothing is run: libraries keep nothing there that counts, and what is measured first is not timed.
+        """
+        del run
+        return 0
+
+    def release_cached(self) -> None:
+        """Give back what the allocator keeps without need, as before a measurement of what it reserves."""
+
+
+class CudaDevice(Device):
+    """A card that torch drives as CUDA (ROCm too); work is launched, and memory comes from a caching allocator."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Return the card's name."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def round_to(self) -> int:
+        """Return the granularity of allocations, in bytes."""
+        return CUDA_GRANULARITY
+
+    @property
+    def budget_on(self) -> Literal["allocated", "reserved"]:
+        """Return which figure runs out: a card is full when segments are, not when tensors are."""
+        return "reserved"
+
+    @property
+    def counts_itself(self) -> bool:
+        """Return whether the allocator counts its peak; it does."""
+        return True
+
+    @property
+    def runs_behind(self) -> bool:
+        """Return whether operators are launched and run later; they are."""
+        return True
+
+    @property
+    def keeps_random_state_on_host(self) -> bool:
+        """Return whether what checkpoints keep of random states takes this device's memory; it is the host's."""
+        return False
+
+    @property
+    def activities(self) -> list[ProfilerActivity]:
+        """Return what torch.profiler must record to see this device's work."""
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    @property
+    def forked(self) -> list[torch.device]:
+        """Return the devices whose random state `torch.random.fork_rng` must keep besides the CPU's."""
+        return [self.device]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    def current_stream(self) -> int:
+        """Return which stream operators are launched on now; 0 is the default one."""
+        return torch.cuda.current_stream(self.device).stream_id
+
+    def free_bytes(self) -> int:
+        """Return how much memory can still be had.
+
+        That is what the driver has left and what the caching allocator holds without a tensor in it, within the share
+        of the card that `set_per_process_memory_fraction` allows.
+        """
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - allocated
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
+        return min(free + cached, allowed - allocated)
+
+    def context_bytes(self) -> int:
+        """Return what is in use on the card besides the allocator's segments: the context, kernels, libraries.
+
+        The driver does not tell this by process; of what is above `CONTEXT_AT_MOST_BYTES` nothing is counted.
+        """
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, min(CONTEXT_AT_MOST_BYTES, total - free - torch.cuda.memory_reserved(self.device)))
+
+    def random_state(self) -> torch.Tensor:
+        """Return the device's own random state."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def warm_up(self, run: Callable[[], Any]) -> int:
+        """Run something so that what follows is not the first; return the bytes that libraries keep from it on.
+
+        First calls load kernels, choose algorithms and make workspaces that stay (cuBLAS has one for each stream):
+        their time is no step's time, and their memory is there from then on.
+        """
+        clear_cublas_workspaces()
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        self.synchronize()
+        return max(0, torch.cuda.memory_allocated(self.device) - before)
+
+    def release_cached(self) -> None:
+        """Give back what the allocator keeps without need."""
+        torch.cuda.empty_cache()
+
+
+KINDS: dict[str, type[Device]] = {"cpu": Device, "cuda": CudaDevice}
+
+
+def device_of(device: torch.device) -> Device:
+    """Return what is known of a device.
+
+    Raises:
+        DeviceError: Steps cannot be measured on devices of this kind.
+    """
+    kind = KINDS.get(device.type)
+    if kind is None:
+        raise DeviceError(
+            f"steps are measured on devices of type {' or '.join(KINDS)}, not on {device}: move the model and the batch"
+        )
+    return kind(device)
+
+
+def all_random_states() -> Callable[[], None]:
+    """Remember torch's random states, on the CPU and on every card in use; return what brings them back."""
+    host = torch.get_rng_state()
+    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if cards is not None:
+            torch.cuda.set_rng_state_all(cards)
+
+    return restore
+
+
+_HOST_IS_FULL = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_LIBRARY_IS_FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error means that memory ran out, in an allocator or in a library beside it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = str(error)
+    return isinstance(error, RuntimeError) and any(sign in words for sign in (*_HOST_IS_FULL, *_LIBRARY_IS_FULL))
