@@ -38,7 +38,7 @@ class StepOptions:
         optimizer: An instance or a name such as "adamw"; its state and step count in the peak. None counts neither.
         accumulation: Count gradients as alive throughout.
         holds_output: Count the model's output (the logits, say) as alive until backward is over, as a loop does that
-            wrote `out = model(x)`. False for loops in which nothing but the loss is left by then: `model(**batch).loss`,
+            wrote `out = model(x)`. False for loops in which nothing but the loss is left then: `model(**batch).loss`,
             a function that returns the loss, transformers' Trainer, Lightning, torchtitan. The default is the safe one:
             a plan made for a held output fits either loop; one made for a dropped output does not fit a loop that
             holds it. `loss` cannot tell, for it does not see what its caller still refers to.

@@ -274,7 +274,8 @@ def _headline(plan: Plan) -> str:
         f"plan: {len(plan.segments)} segments, peak {_mebibytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_mebibytes(plan.unplanned_peak_bytes)}, budget {_mebibytes(plan.budget_bytes)}), "
         f"overhead {_percent(plan.predicted_overhead)}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}; {plan.circumstances.precision}, {plan.circumstances.output_words}"
+        f"bytes {plan.bytes_from}, times {plan.times_from}; {plan.circumstances.precision}, "
+        f"{plan.circumstances.output_words}"
     )
 
 

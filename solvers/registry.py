@@ -17,8 +17,8 @@ class Solver(Protocol):
     def __call__(self, problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0) -> Solution:
         """Return a plan that fits the budget, or raise `BudgetTooSmallError`.
 
-        `time_limit_s` is `DEFAULT_LIMIT_S` (20 s) unless given; a plan that it cut short says so in its status and note,
-        with the bound proven until then.
+        `time_limit_s` is `DEFAULT_LIMIT_S` (20 s) unless given; a plan that it cut short says so in its status and
+        note, with the bound proven until then.
         """
         ...
 
