@@ -21,6 +21,7 @@ from ..errors import ApplyError
 from ..plan import Call, Plan, PlannedSegment
 from .intercept import MemberCall, Planned, PlannedForward, Replication, StandIn
 from .internals import buffers_of, has_forward
+from .reads import Reads, what_decides
 from .save_set import SaveSet
 from .session import NO_SCOPE, CallKey, Level, Segment
 from .state import Watched
@@ -198,6 +199,7 @@ class _Binding:
         self._root = root
         self._paths = {id(module): name for name, module in root.named_modules()}
         self._keys: dict[int, int] = {}
+        self._reads: dict[frozenset[object], Reads] = {}
         self.modules: list[nn.Module] = []
         self.members: set[int] = set()
         self.singles: set[int] = set()
@@ -240,7 +242,7 @@ class _Binding:
             where=where,
             calls=calls,
             modules=list(inside),
-            watched=Watched(self._root, where, inside, restored=buffers, called=called),
+            watched=Watched(self._root, where, inside, restored=buffers, called=called, reads=self._reads_of(inside)),
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
@@ -251,6 +253,14 @@ class _Binding:
             self._trace(planned, segment, members)
             self.replayed.update((module, inside[module]) for module in called)
         return segment
+
+    def _reads_of(self, modules: Iterable[nn.Module]) -> Reads:
+        """Return what a replay of modules can read; alike blocks of one model share the answer."""
+        modules = list(modules)
+        key = what_decides(modules)
+        if key not in self._reads:
+            self._reads[key] = Reads.of(modules)
+        return self._reads[key]
 
     def _trace(self, planned: PlannedSegment, segment: Segment, members: list[nn.Module]) -> None:
         keys = [key for key, _ in segment.calls]

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ApplyError, ReplayStateError
 from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of, versions_of
+from .reads import Reads
 
 State = list[Any]
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
@@ -36,11 +37,12 @@ class Watched:
         modules: All modules of the segment, with their paths.
         restored: Buffers that a replay is given as forward saw them.
         called: The modules that a replay calls, hooks and all.
+        reads: What the segment's code can read; of attributes and buffers nothing else counts.
     """
 
     __slots__ = (
         *("_containers", "_dictionaries", "_known", "_names", "_objects", "_owners", "_readers", "_registered"),
-        *("_root", "_scalars", "_where"),
+        *("_reads", "_root", "_scalars", "_where"),
     )
 
     def __init__(
@@ -50,8 +52,10 @@ class Watched:
         modules: dict[nn.Module, str],
         restored: list[tuple[nn.Module, str]],
         called: list[nn.Module],
+        reads: Reads,
     ) -> None:
         self._root = root
+        self._reads = reads
         self._where = where
         self._registered: list[tuple[dict[str, Any], str]] = []
         # Kind and path of every registered tensor.
@@ -66,11 +70,15 @@ class Watched:
         for module, path in modules.items():
             registries: dict[str, dict[str, Any]] = {"parameter": parameters_of(module), "buffer": buffers_of(module)}
             for kind, registry in registries.items():
-                watched = [n for n, value in registry.items() if value is not None and (module, n) not in restored]
+                # Which parameters a replay reads is not asked: an optimizer step is told whatever it changes.
+                read = [n for n in registry if kind == "parameter" or reads.reads_of(module, n)]
+                watched = [n for n in read if registry[n] is not None and (module, n) not in restored]
                 self._registered += [(registry, name) for name in watched]
                 self._names += [(kind, _join(path, name)) for name in watched]
             own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE and not _is_size(module, v)}
             self._watch_attributes(module, path, own, seen, _DEPTH)
+            later = [n for n, value in buffers_of(module).items() if value is None and reads.reads_of(module, n)]
+            self._objects += [(_join(path, name), module, name) for name in (*later, *sorted(reads.may_come(module)))]
         self._dictionaries: list[dict[Any, Any]] = [children_of(module) for module in modules]
         self._dictionaries += [hooks for module in called for hooks in forward_hook_registries(module)]
         self._known = [dictionary.copy() for dictionary in self._dictionaries]
@@ -80,6 +88,8 @@ class Watched:
     ) -> None:
         scalars: list[str] = []
         for name, value in attributes.items():
+            if not self._reads.reads_of(owner, name):
+                continue
             where = _join(path, name)
             if type(value) in _SCALARS and name.isidentifier():
                 scalars.append(name)
@@ -161,9 +171,11 @@ class Watched:
         """
         change = self._changed_tensor(before, after, broadcast) or self._changed_setting(before, after)
         if change:
+            # Only where the code asks for attributes by names that it makes does more count than it is seen to read.
+            sure = "reads that, and its gradients would be wrong" if not self._reads.everything else "may read that"
             raise ReplayStateError(
-                f"segment {self._where}: {change}; its replay would give wrong gradients. Run backward before the "
-                "change, or plan without this segment"
+                f"segment {self._where}: {change}; its replay {sure}. Run backward before the change, or plan without "
+                "this segment"
             )
 
     def _changed_tensor(self, before: State, after: State, broadcast: bool) -> str:
