@@ -122,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._stack: list[int] = [-1]
         self._pending: list[int] = []
         self._counts: dict[str, int] = {}
+        self._counts_without_gradients: dict[str, int] = {}
         self._hooked: dict[str, bool] = {}
         self._stopped = False
         self._finish_attributes: list[Callable[[], list[str]]] = []
@@ -311,8 +312,10 @@ class Recorder(TorchDispatchMode):
     def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         """Begin a module call."""
         self._settle()
-        index = self._counts.get(name, 0)
-        self._counts[name] = index + 1
+        # Passes without gradients (recycling, a teacher) do not shift the names of the calls that can be planned.
+        counts, sign = (self._counts, 1) if torch.is_grad_enabled() else (self._counts_without_gradients, -1)
+        counts[name] = counts.get(name, 0) + 1
+        index = counts[name] - 1 if sign > 0 else -counts[name]
         call = ModuleCall(
             module=name,
             kind=type(module).__name__,

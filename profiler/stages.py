@@ -73,6 +73,10 @@ def cut(
 
 def _names(calls: Sequence[ModuleCall]) -> list[str]:
     several = {call.module for call in calls if call.index > 0}
-    return [
-        (call.module or call.kind) + (f" (call {call.index + 1})" if call.module in several else "") for call in calls
-    ]
+    return [(call.module or call.kind) + _which(call, several) for call in calls]
+
+
+def _which(call: ModuleCall, several: set[str]) -> str:
+    if call.index < 0:
+        return " (without gradients)"
+    return f" (call {call.index + 1})" if call.module in several else ""

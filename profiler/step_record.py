@@ -73,7 +73,8 @@ class ModuleCall:
     Attributes:
         module: Dotted path; "" is the model itself.
         kind: Class name.
-        index: Which call of this module within the step, from 0.
+        index: Which of this module's calls with gradients within the step, from 0; one without gradients has an index
+            of its own below 0, and is no member of a segment.
         parent: The call it was made from, into `StepRecord.calls`; -1 for the model's own.
         start: First operator it ran.
         stop: One past its last operator.

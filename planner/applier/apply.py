@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from ..errors import ApplyError
 from ..plan import Call, Plan, PlannedSegment
+from .expected import Expected
 from .intercept import MemberCall, Planned, PlannedForward, Replication, StandIn
 from .internals import buffers_of, has_forward
 from .reads import Reads, what_decides
@@ -50,7 +51,9 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
             "model.train() and make the plan again",
             stacklevel=2,
         )
-    return apply_segments(model, plan.segments, training=plan.training)
+    applied = apply_segments(model, plan.segments, training=plan.training)
+    applied.expect(plan)
+    return applied
 
 
 def check_subject(model: object, plan: object) -> None:
@@ -107,6 +110,10 @@ class Applied:
                 self._attached.append(MemberCall(planned, key, module))
         self._attached.append(Replication(planned, -1, planned.root))
         planned.applied = self
+
+    def expect(self, plan: Plan) -> None:
+        """Tell the user, once, of a step that is not the one planned for."""
+        self._planned.expected = Expected(plan, self._planned.sessions.top.calls())
 
     @property
     def model(self) -> nn.Module:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import ApplyError
+from .expected import Expected
 from .internals import (
     CALL_METHOD,
     REPLICATE_METHOD,
@@ -45,6 +46,7 @@ class Planned:
         training: The root's training flag with which the plan is in force.
         sessions: The state of each thread.
         applied: What apply returned: found here, so that a copy of the model has its own.
+        expected: What the plan's figures rest on; None where segments were applied without a plan.
         begins: The first calls of all segments, of whatever level.
     """
 
@@ -53,6 +55,7 @@ class Planned:
         self.training = training
         self.sessions = Sessions(top)
         self.applied: Any = None
+        self.expected: Expected | None = None
         self.begins = top.all_begins()
         # Dictionaries of modules and copies of them: compared as a whole, many times faster than by a walk.
         self._children = [children_of(module) for module in root.modules()]
@@ -215,18 +218,21 @@ class PlannedForward(StandIn):
         if session.counts is not None:
             if torch.is_grad_enabled():
                 return self._run(planned.sessions, session, args, kwargs)
-            # A call without gradients inside a forward with them counts, as it did when the step was recorded.
-            if self.counted:
-                session.counts[self.key] = session.counts.get(self.key, 0) + 1
             return self.original(*args, **kwargs)
         if not planned.in_force(session):
             return self.original(*args, **kwargs)
         if not self.scope:
             return self._run(planned.sessions, session, args, kwargs)
         planned.check_model()
-        session.counts = {}
+        expected = planned.expected if self.module is planned.root else None
+        if expected is not None:
+            expected.check_circumstances(args, kwargs)
+        session.counts, session.cut = {}, []
         try:
-            return session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
+            output = session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
+            if expected is not None:
+                expected.check_calls(session.counts, session.cut)
+            return output
         finally:
             session.counts = None
 
@@ -283,12 +289,10 @@ class MemberCall(StandIn):
             return self.original(*args, **kwargs)
         session = planned.sessions.here
         counts = session.counts
-        if counts is None:
+        if counts is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         call = (self.key, counts.get(self.key, 0))
         counts[self.key] = call[1] + 1
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
         loop = session.loop
         if loop is not None:
             loop.pause()

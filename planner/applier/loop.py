@@ -172,6 +172,7 @@ class Loop:
         for position in reversed(range(len(self.runs))):
             run = self.runs[position]
             if call in run.outer.begins:
+                run.session.cut += [other.segment.where for other in self.runs[position:]]
                 self.leave_from(position)
                 return True
             if call in run.segment.inside.begins:

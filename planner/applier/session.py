@@ -44,6 +44,14 @@ class Level:
         inside = [segment.inside.all_begins() for segment in (*self.singles.values(), *self.runs.values())]
         return self.begins.union(*inside)
 
+    def calls(self) -> dict[CallKey, str]:
+        """Return all members' calls of these segments and of those inside them, with their segments' names."""
+        found: dict[CallKey, str] = {}
+        for segment in (*self.singles.values(), *self.runs.values()):
+            found.update(dict.fromkeys(segment.calls, segment.where))
+            found.update(segment.inside.calls())
+        return found
+
     def mark(self, *, removed: bool) -> None:
         """Note whether the plan is taken off the model, so that nothing can begin inside a replay."""
         for segment in (*self.singles.values(), *self.runs.values()):
@@ -89,15 +97,17 @@ class Session:
 
     Attributes:
         level: Segments that may begin now.
-        counts: Calls of each planned module so far in this forward; None outside of one, and in the replay of a segment
-            with none inside, where no call can begin one.
+        counts: Calls with gradients of each planned module so far in this forward; None outside of one, and in the
+            replay of a segment with none inside, where no call can begin one. Calls without gradients are not planned,
+            and how many come before the others (recycling, self-conditioning) may differ from step to step.
         loop: The parent's loop between whose member calls we are; None inside a member or without an open run.
         open: Runs begun and not ended, in order.
         replaying: Whether a segment is being replayed.
         uncounted: Whether operators running now are the applier's own.
+        cut: Names of the segments of this forward that were ended before their last call came.
     """
 
-    __slots__ = ("counts", "level", "loop", "open", "replaying", "uncounted")
+    __slots__ = ("counts", "cut", "level", "loop", "open", "replaying", "uncounted")
 
     def __init__(self, top: Level) -> None:
         self.level = top
@@ -106,6 +116,7 @@ class Session:
         self.open: list[Run] = []
         self.replaying = False
         self.uncounted = False
+        self.cut: list[str] = []
 
     def scoped(self, scope: int | None, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `body`, and end the runs begun in it that belong to this scope (None: all), or drop them if it raises.
@@ -117,6 +128,7 @@ class Session:
         try:
             output = body(*args, **kwargs)
             while any(scope is None or run.segment.scope == scope for run in self.open if run not in before):
+                self.cut.append(self.open[-1].segment.where)
                 self.open[-1].leave()
             return output
         except BaseException:

@@ -126,7 +126,7 @@ class Bridge:
         members: list[int] = []
         position = first
         for index, call in enumerate(self.profile.calls):
-            if call.start >= position and call.stop <= end and call.stop > call.start:
+            if call.index >= 0 and call.start >= position and call.stop <= end and call.stop > call.start:
                 members.append(index)
                 position = call.stop
         return members
@@ -176,7 +176,7 @@ class Bridge:
         profile = self.profile
         stop = profile.loss_stop
         self._blocks = _blocks(profile)
-        self._several_calls = any(call.index > 0 for call in profile.calls)
+        self._several_calls = any(call.index != 0 for call in profile.calls)
         self._unreplayable = [(c.start, c.stop) for c in profile.calls if c.findings and c.stop > c.start]
         self._hooked = [(c.start, c.stop) for c in profile.calls if c.hooked and c.stop > c.start]
         self._whole = [(c.start, c.stop) for c in profile.calls if c.module in self._units and c.stop > c.start]
@@ -216,7 +216,7 @@ class Bridge:
         self._shortest_from: dict[int, int] = {}
         self._shortest_to: dict[int, int] = {}
         for call in profile.calls:
-            if call.stop > call.start:
+            if call.stop > call.start and call.index >= 0:
                 self._shortest_from[call.start] = min(call.stop, self._shortest_from.get(call.start, call.stop))
                 self._shortest_to[call.stop] = max(call.start, self._shortest_to.get(call.stop, call.start))
 
@@ -341,7 +341,7 @@ class Bridge:
                 is_block = (first, end) in self._blocks
                 if stop - start > min(narrow_start[start], narrow_stop[stop]) and not is_block:
                     continue
-                if self._shortest_from[first] > end or self._shortest_to[end] < first:
+                if self._shortest_from.get(first, end + 1) > end or self._shortest_to.get(end, -1) < first:
                     continue
                 frees = sum(
                     nbytes

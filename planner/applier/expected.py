@@ -1,0 +1,88 @@
+"""Tell the user, once for each applied plan, of a step that is not the one planned for: exact, but perhaps larger."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ..circumstances import autocast_now, precision_words
+from ..plan import Plan
+from .internals import autocast_is_on
+from .session import CallKey
+
+_SHOWN = 3
+
+
+class Expected:
+    """What a plan's figures rest on, and what was already told of a step that differs.
+
+    Args:
+        plan: The plan.
+        calls: Every call that is the member of a segment, with the segment's name.
+    """
+
+    def __init__(self, plan: Plan, calls: dict[CallKey, str]) -> None:
+        self._autocast = plan.circumstances.autocast
+        self._sizes = {tensor.name: _size(tensor.shape) for tensor in plan.batch}
+        self._circumstances_told = plan.fingerprint is None
+        self._calls_told = False
+        self._calls = calls
+        # By module, the calls that at least must come.
+        self._least: dict[int, int] = {}
+        for key, index in calls:
+            self._least[key] = max(self._least.get(key, 0), index + 1)
+
+    def check_circumstances(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn, once, of other autocast settings or of a larger batch than planned for."""
+        if self._circumstances_told:
+            return
+        if autocast_is_on() or self._autocast:
+            device = next((v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), "cpu")
+            now = autocast_now(device)
+            if now != self._autocast:
+                self._tell_of_circumstances(
+                    f"with {precision_words(now)}, planned with {precision_words(self._autocast)}"
+                )
+                return
+        for name, value in (*((str(k), v) for k, v in enumerate(args)), *kwargs.items()):
+            planned = self._sizes.get(name)
+            if planned is not None and isinstance(value, torch.Tensor) and value.numel() > planned:
+                shape = list(value.shape)
+                self._tell_of_circumstances(
+                    f"with argument {name!r} of shape {shape}, more elements than planned ({planned})"
+                )
+                return
+
+    def _tell_of_circumstances(self, difference: str) -> None:
+        self._circumstances_told = True
+        warnings.warn(
+            f"a step under the plan runs {difference}: it is exact, but its peak may be above the promised one; plan "
+            "again as the step is run",
+            stacklevel=2,
+        )
+
+    def check_calls(self, counts: dict[int, int], cut: list[str]) -> None:
+        """Warn, once, of planned calls that a forward has not made, and of segments that did not end as planned.
+
+        Args:
+            counts: The forward's calls with gradients, by module.
+            cut: Segments that were ended before their last call came.
+        """
+        if self._calls_told or not (cut or any(counts.get(key, 0) < least for key, least in self._least.items())):
+            return
+        self._calls_told = True
+        never = [where for (key, index), where in self._calls.items() if counts.get(key, 0) <= index]
+        names = list(dict.fromkeys((*never, *cut)))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warnings.warn(
+            "a forward under the plan made other calls than were planned (layers dropped, or another way through "
+            f"forward?): of segment {', '.join(names[:_SHOWN])}{more} not all calls came, or not in order. The step "
+            "is exact, but its peak may be above the promised one; this is said once",
+            stacklevel=2,
+        )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
