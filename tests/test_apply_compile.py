@@ -1,6 +1,7 @@
 """Plans under torch.compile: traced with the public checkpoint, exact, or refused by name."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -150,3 +151,26 @@ def test_operators_between_members_are_refused_under_compile(kind):
     plan = [segment(f"{name}.0", f"{name}.1", crosses_operators=True)]
     with apply_segments(model, plan), pytest.raises(ApplyError, match=rf"{name}\.0 \.\. .*plan without crossing"):
         torch.compile(model, backend="eager")(x)
+
+
+class Drawing(nn.Module):
+    """Draws random numbers, or does not."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(0.5) if draws else nn.Tanh()
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backend_that_replays_with_other_random_numbers_is_warned_of_by_name(backend, draws):
+    torch.compiler.reset()
+    model, x = nn.Sequential(Drawing(draws), Drawing(draws)).train(), torch.randn(4, 16)
+    with apply_segments(model, [segment("0")]), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    told = ["segment 0: torch.compile(backend='eager')" in str(warning.message) for warning in caught]
+    assert any(told) == (draws and backend == "eager")

@@ -6,6 +6,7 @@ Last checked with torch 2.13. tests/test_apply_internals.py says what is relied 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from operator import call, methodcaller
 from typing import Any
@@ -83,11 +84,9 @@ def next_node_number() -> int:
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
-def top_hooks() -> Hooks:
-    """Return the innermost saved-tensor hooks in force; there must be some."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    assert hooks is not None
-    return hooks
+def top_hooks() -> Hooks | None:
+    """Return the innermost saved-tensor hooks in force; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def save_beneath(hooks: Hooks, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -100,7 +99,9 @@ def save_beneath(hooks: Hooks, tensor: torch.Tensor) -> Callable[[], torch.Tenso
     removed: list[Hooks] = []
     try:
         while not removed or removed[-1][0] is not hooks[0]:
-            removed.append(top_hooks())
+            hooks_on_top = top_hooks()
+            assert hooks_on_top is not None
+            removed.append(hooks_on_top)
             graph._pop_saved_tensors_default_hooks()
         return _make_saved_tensor(tensor, is_output=False).unpack
     finally:
@@ -206,3 +207,28 @@ def autocast_state() -> Autocast:
 compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 uncompiled = torch._disable_dynamo
+
+
+def warn_if_eager(where: str) -> bool:
+    """Warn, in code that is being traced, where the backend runs a checkpoint's graph without autograd's own tracing.
+
+    Such backends replay a checkpoint with other random numbers than its forward drew, with or without a plan.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name = getattr(backend, "__name__", "") or getattr(backend, "compiler_name", "")
+    eager = name in ("eager", "eager_noexcept", "eager_debug")
+    if eager:
+        warnings.warn(
+            f"segment {where}: torch.compile(backend={name!r}) replays a checkpoint with other random numbers than its "
+            "forward drew, so gradients are wrong where it has dropout; use backend='aot_eager' or the default one",
+            stacklevel=2,
+        )
+    return eager
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: the function runs while tracing.
+warn_if_eager.__dict__["_dynamo_marked_constant"] = True

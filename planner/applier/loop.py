@@ -41,13 +41,20 @@ class Run(Region):
         self.tape = Tape(self.segment.where, inputs, self._capture)
         try:
             self.enter()
+            hooks = top_hooks()
+            if hooks is None:
+                raise ApplyError(
+                    f"segment {self.segment.where}: saved-tensor hooks have no effect here, so it cannot be "
+                    "checkpointed (aot_function or another tracer around the model?); remove() the plan while tracing"
+                )
         except BaseException:
             self.abandon()
             raise
-        # The first member is called again in a replay, and then counted again.
-        key, index = self.segment.calls[0]
-        self._counts[key] = index
-        self._hooks = top_hooks()
+        if self.segment.inside.begins:
+            # The first member is called again in a replay, and then counted again.
+            key, index = self.segment.calls[0]
+            self._counts[key] = index
+        self._hooks = hooks
         loop.runs.append(self)
         self.session.open.append(self)
 
@@ -58,14 +65,24 @@ class Run(Region):
                 f"segment {self.segment.where}: a member raised an exception that its parent caught; "
                 "a replay cannot repeat that, so plan without this segment"
             )
-        self._take_out()
+        try:
+            self._take_out()
+        except BaseException:
+            # It is in no list of open runs any more: nobody else would close it.
+            self.loop.drop()
+            super().abandon()
+            raise
         super().leave()
 
     def abandon(self) -> None:
         """Drop the region after an exception."""
         try:
             if self in self.session.open:
-                self._take_out()
+                self.session.open.remove(self)
+                self.loop.runs.remove(self)
+                self.tape.forget()
+                del self._hooks
+                self.loop.drop()
         finally:
             super().abandon()
 
@@ -112,19 +129,25 @@ class Loop:
         if self._height < 0:
             self._height = function_mode_count()
         # Modes that the loop enters and leaves itself stay on top.
-        insert_function_mode(self._mode, self._height)
         self._recording = True
+        insert_function_mode(self._mode, self._height)
 
     def pause(self) -> None:
         """Stop recording operators."""
         if not self._recording:
             return
+        removed = remove_function_mode(self._mode)
         self._recording = False
-        if not remove_function_mode(self._mode):
+        if not removed:
             raise ApplyError(
                 f"segment {self.runs[0].segment.where if self.runs else ''}: a torch function mode (torch.device as a "
                 "context?) was left between two of its members; plan each member as a segment of its own"
             )
+
+    def drop(self) -> None:
+        """Stop recording operators after an exception, wherever it came from."""
+        self._recording = False
+        remove_function_mode(self._mode)
 
     def begin_call(
         self,

@@ -162,6 +162,10 @@ class Reads:
         """Return whether an attribute of this name can be read."""
         return self.everything or name in self.names
 
+    def mentions(self, names: frozenset[str]) -> bool:
+        """Return whether the code mentions one of some names, or could without being seen to."""
+        return self.everything or not self.names.isdisjoint(names)
+
     def whole(self, owner: object) -> bool:
         """Return whether all of an object's attributes count: its class looks them up in a way of its own."""
         return self.everything or any(base in self._whole for base in type(owner).__mro__)

@@ -82,7 +82,10 @@ class Region:
         assert generator is not None
         self._generator = self._inputs = None
         self.session.level = self.outer
-        stopped = next(generator, _STOPPED) is _STOPPED
+        try:
+            stopped = next(generator, _STOPPED) is _STOPPED
+        finally:
+            generator.close()
         assert stopped
         assert inputs is not None
         self._check_inputs(inputs)

@@ -42,7 +42,7 @@ class Watched:
 
     __slots__ = (
         *("_containers", "_dictionaries", "_known", "_names", "_objects", "_owners", "_readers", "_registered"),
-        *("_reads", "_root", "_scalars", "_where"),
+        *("_root", "_scalars", "_where", "reads"),
     )
 
     def __init__(
@@ -55,7 +55,7 @@ class Watched:
         reads: Reads,
     ) -> None:
         self._root = root
-        self._reads = reads
+        self.reads = reads
         self._where = where
         self._registered: list[tuple[dict[str, Any], str]] = []
         # Kind and path of every registered tensor.
@@ -88,7 +88,7 @@ class Watched:
     ) -> None:
         scalars: list[str] = []
         for name, value in attributes.items():
-            if not self._reads.reads_of(owner, name):
+            if not self.reads.reads_of(owner, name):
                 continue
             where = _join(path, name)
             if type(value) in _SCALARS and name.isidentifier():
@@ -172,7 +172,7 @@ class Watched:
         change = self._changed_tensor(before, after, broadcast) or self._changed_setting(before, after)
         if change:
             # Only where the code asks for attributes by names that it makes does more count than it is seen to read.
-            sure = "reads that, and its gradients would be wrong" if not self._reads.everything else "may read that"
+            sure = "reads that, and its gradients would be wrong" if not self.reads.everything else "may read that"
             raise ReplayStateError(
                 f"segment {self._where}: {change}; its replay {sure}. Run backward before the change, or plan without "
                 "this segment"

@@ -111,7 +111,7 @@ class Tape:
 
     def close(self) -> None:
         """Forget which tensors the numbers stood for; nothing is recorded after this."""
-        self._known.clear()
+        self.forget()
         last_use = self._last_use
         for step, entry in enumerate(self.entries):
             used = [number if number is not None and last_use[number] > step else None for number in entry.outputs]
@@ -119,6 +119,10 @@ class Tape:
         for number, step in enumerate(last_use):
             if step >= 0:
                 self.entries[step].dying.append(number)
+
+    def forget(self) -> None:
+        """Let go of what leads back to the run, whose tape this is, and of what the numbers stood for."""
+        self._known.clear()
         # The capturing run owns this tape: a way back would be a cycle, and its memory would wait for the collector.
         self._capture = None
 

@@ -16,11 +16,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ApplyError
+from .internals import warn_if_eager
 from .save_set import traced_contexts
 from .session import Segment
+
+_RANDOM = frozenset(
+    (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_"),
+        *(
+            "multinomial",
+            "normal",
+            "normal_",
+            "uniform_",
+            "gumbel_softmax",
+            "exponential_",
+            "scaled_dot_product_attention",
+        ),
+    )
+)
+"""What code that draws random numbers calls."""
 
 
 class TracedCall:
@@ -28,12 +47,15 @@ class TracedCall:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
+        self.draws = segment.watched.reads.mentions(_RANDOM)
         self.options: dict[str, Any] = {"early_stop": segment.early_stop}
         if segment.save is not None:
             self.options["context_fn"] = functools.partial(traced_contexts, segment.save.kept)
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the forward's output."""
+        if is_dynamo_compiling() and self.draws:
+            warn_if_eager(self.segment.where)
         return checkpoint(self.body, forward, *args, use_reentrant=False, **self.options, **kwargs)
 
     def body(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
