@@ -259,6 +259,11 @@ class Planner:
                 self._refuse(fault)
             if faults:
                 continue
+            if isinstance(found, DryRunFailedError) and found.segments:
+                # No real step told which of them it is: dry runs do.
+                for failure in self.search.guilty(found):
+                    self._refuse(Fault(segments=failure.segments, reason=f"it raises {failure}"))
+                continue
             if isinstance(found, Trial):
                 dry_run_peak, found = found.peak_bytes, self._as_measured(found)
                 if dry_run_peak <= target and found.peak_bytes > limit:

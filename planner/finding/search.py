@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -162,6 +163,31 @@ class Search:
         recording, alive, whole = self._dry_runs[segments]
         peak = max(alive, self.profile.parts.optimizer_step_peak)
         return Trial(solution, segments, recording, alive, whole, peak)
+
+    def guilty(self, failed: DryRunFailedError) -> list[DryRunFailedError]:
+        """Find by dry runs what fails one on its own: of a segment's members, neighbours, where it can be told."""
+        segments = failed.segments
+        if len(segments) > 1:
+            middle = len(segments) // 2
+            halves = [self._failure(half) for half in (segments[:middle], segments[middle:])]
+            return [found for half in halves if half is not None for found in self.guilty(half)] or [failed]
+        assert len(segments) == 1
+        segment = segments[0]
+        neighbours = [
+            replace(segment, members=pair, children=(), save=(), crosses_operators=True)
+            for pair in pairwise(segment.members)
+        ]
+        if len(neighbours) < 2:
+            return [failed]
+        found = [self._failure((neighbour,)) for neighbour in neighbours]
+        return [failure for failure in found if failure is not None] or [failed]
+
+    def _failure(self, segments: tuple[PlannedSegment, ...]) -> DryRunFailedError | None:
+        try:
+            self._dry_run(segments)
+        except DryRunFailedError as failed:
+            return failed
+        return None
 
     def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int]:
         """Return the recording, and the most bytes alive in it and in that of the whole model."""
