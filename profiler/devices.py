@@ -97,6 +97,14 @@ class Device:
         """Return what the driver and its libraries hold for this process outside the allocator."""
         return 0
 
+    def allocated_bytes(self) -> int:
+        """Return what tensors take now, where the allocator counts it; else 0."""
+        return 0
+
+    def reserved_bytes(self) -> int:
+        """Return what the allocator has taken for them, where it keeps more than they take; else 0."""
+        return 0
+
     def random_state(self) -> torch.Tensor:
         """Return the device's own random state; empty where it has none besides the CPU's."""
         return torch.empty(0)
@@ -185,6 +193,14 @@ class CudaDevice(Device):
         """
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, min(CONTEXT_AT_MOST_BYTES, total - free - torch.cuda.memory_reserved(self.device)))
+
+    def allocated_bytes(self) -> int:
+        """Return what tensors take now."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def reserved_bytes(self) -> int:
+        """Return what the allocator has taken for them."""
+        return torch.cuda.memory_reserved(self.device)
 
     def random_state(self) -> torch.Tensor:
         """Return the device's own random state."""

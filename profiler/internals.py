@@ -7,12 +7,16 @@ Last checked with torch 2.13.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
+from torch.optim import optimizer as _optimizers
+from torch.utils import _foreach_utils
 
 # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -23,6 +27,7 @@ __all__ = [
     "autograd_sequence",
     "clear_cublas_workspaces",
     "fake_mode_is_on",
+    "fakes_take_foreach",
     "forward_hooks",
     "is_annotation",
     "is_operator",
@@ -78,6 +83,29 @@ def is_annotation(event: Any) -> bool:
 def is_operator(event: Any) -> bool:
     """Return whether a raw event is an operator, whose number kernels are linked by, and no call of the driver's."""
     return event.activity_type() == "cpu_op" and not event.is_async()
+
+
+@contextmanager
+def fakes_take_foreach(*kinds: str) -> Iterator[None]:
+    """Let optimizers, and clipping of gradients, treat fake tensors as they treat real ones.
+
+    torch takes its foreach and fused paths by default where every parameter is exactly of a type on its list, on a
+    device on another list. Fakes are on neither, so that their step would be a loop where the real one is not.
+
+    Args:
+        kinds: Kinds of device that have foreach kernels besides those that torch knows.
+    """
+    lists = _optimizers._foreach_supported_types, _foreach_utils._foreach_supported_types
+    known = _optimizers._get_foreach_kernels_supported_devices
+    for types in lists:
+        types.append(FakeTensor)
+    _optimizers._get_foreach_kernels_supported_devices = lambda: [*known(), *kinds]
+    try:
+        yield
+    finally:
+        _optimizers._get_foreach_kernels_supported_devices = known
+        for types in lists:
+            types.remove(FakeTensor)
 
 
 def clear_cublas_workspaces() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .dry_run import faked
+from .internals import fakes_take_foreach
 from .recorder import Recorder
 from .step import BatchError, Step
 
@@ -40,7 +41,7 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
     real = dict(step.model.named_parameters())
     with faked(step) as (fake_step, mode):
         fakes = dict(fake_step.model.named_parameters())
-        with mode:
+        with mode, fakes_take_foreach():
             if ranks > 1:
                 fakes = {name: _first_part(parameter, ranks) for name, parameter in fakes.items()}
             copied = _on_fakes(real, optimizer, fakes)
