@@ -59,7 +59,7 @@ class Comparison:
     @property
     def unplanned_peak_bytes(self) -> int:
         """Return the peak of the step without a plan."""
-        return self.planner.profile.peak_bytes()
+        return self.planner.search.unplanned_peak_bytes()
 
     @property
     def solvers(self) -> tuple[str, ...]:

@@ -212,7 +212,9 @@ class _Bench:
         return run_steps(self.step, arm, self.steps, accumulation=self.accumulation)
 
     def _peak(self, results: Results) -> int:
-        return max(self.floor_bytes, results.peak_bytes + self._entry_bytes())
+        place = device_of(self.device)
+        beside = results.cached_bytes + place.context_bytes() if place.budget_on == "reserved" else 0
+        return max(self.floor_bytes, results.peak_bytes + self._entry_bytes()) + beside
 
     def _times(self, runs_whole: bool) -> tuple[int | None, int | None]:
         """Time both arms, warmed up by now, in turn; return the medians."""

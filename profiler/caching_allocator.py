@@ -9,7 +9,9 @@ driver, and `roundup_power2_divisions`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 MIN_BLOCK = 512
 """Every size is rounded up to a multiple of this."""
@@ -42,6 +44,18 @@ class AllocatorSettings:
     expandable_segments: bool = False
     max_split_bytes: int | None = None
     collection_threshold: float = 0.0
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> AllocatorSettings:
+        """Read them from a process's environment, as torch does; what the model does not know is left out."""
+        text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        given = dict(pair.split(":", 1) for pair in text.replace(" ", "").split(",") if ":" in pair)
+        limit = given.get("max_split_size_mb")
+        return AllocatorSettings(
+            expandable_segments=given.get("expandable_segments") == "True",
+            max_split_bytes=None if limit is None else int(limit) << 20,
+            collection_threshold=float(given.get("garbage_collection_threshold", 0.0)),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +205,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _collect(self) -> None:
-        """Give free whole segments back where the threshold is passed, those first that are free for longer than most."""
+        """Give free whole segments back where the threshold is passed, those first that are free for long."""
         threshold = self._settings.collection_threshold
         if not threshold or self._capacity is None:
             return
@@ -367,7 +381,7 @@ class CachingAllocator:
         if tail:
             pieces.append(_Block(block.stream, block.small, tail, address + nbytes, expandable=True))
         chain = [block.before, *pieces, block.after]
-        for left, right in zip(chain, chain[1:], strict=False):
+        for left, right in pairwise(chain):
             if left is not None:
                 left.after = right
             if right is not None:

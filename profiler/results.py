@@ -55,6 +55,7 @@ class Results:
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
         step_ns: Wall time of the step, while memory was watched.
+        cached_bytes: What the allocator had reserved by then beyond the most that was allocated; 0 on a CPU.
     """
 
     loss: Values
@@ -63,6 +64,7 @@ class Results:
     random_states: tuple[Any, ...]
     peak_bytes: int
     step_ns: int
+    cached_bytes: int = 0
 
     def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
         """Compare losses, gradients and buffers."""
@@ -118,6 +120,9 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             _clear_gradients(model, accumulation)
             step.train()
         present = _clear_gradients(model, accumulation)
+        place = device_of(device)
+        place.release_cached()
+        before = place.allocated_bytes()
         peak = allocated_peak_bytes(lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device)
         return Results(
             loss={"loss": _copy(ran[0])},
@@ -126,6 +131,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             random_states=_random_states(device),
             peak_bytes=present + peak,
             step_ns=times[0],
+            cached_bytes=max(0, place.reserved_bytes() - before - peak),
         )
 
 

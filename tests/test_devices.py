@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from remat.planner import plan
+from remat.planner import apply, plan
 from remat.planner.finding.planning import Planner
 from remat.planner.finding.trial import Trials
 from remat.profiler import BatchError, profile
 from remat.profiler.allocator import allocations_inside
+from remat.profiler.caching_allocator import AllocatorSettings
 from remat.profiler.devices import KINDS, CudaDevice, Device, DeviceError, device_of, is_out_of_memory
 from remat.profiler.internals import FakeTensorMode
 from remat.profiler.profiling import _device_notes, open_session
 from remat.profiler.recorder import Recorder
+from remat.profiler.reserved import reserved_bytes
 from torch import nn
 
 from .emulated_cuda import Counters
@@ -217,3 +219,44 @@ def test_side_streams_and_trials_of_algorithms_are_named(monkeypatch):
     named = _device_notes(session, ["aten.convolution.default", "aten.record_stream.default"])
     assert ["record_stream" in named[0], "cudnn.benchmark" in named[1]] == [True, True]
     assert _device_notes(session, ["aten.mm.default"]) == []
+
+
+class Reserving(Device):
+    """A device whose segments run out."""
+
+    round_to = 512
+    budget_on = "reserved"
+
+    def context_bytes(self):
+        return 300 * MIB
+
+
+def test_on_a_card_the_budget_is_on_reserved_bytes_and_the_context(monkeypatch):
+    model, _ = small()
+    x = torch.randn(8192, 32)
+    planner = Planner.of(model, x, loss=mean_square, optimizer="adamw", repeats=0)
+    allocated = planner.search.unplanned_peak_bytes()
+    monkeypatch.setitem(KINDS, "cpu", Reserving)
+    planner = Planner.of(model, x, loss=mean_square, optimizer="adamw", repeats=0)
+    unplanned = planner.search.unplanned_peak_bytes()
+    assert unplanned > allocated + 300 * MIB
+    budget = unplanned - 8 * MIB
+    found = planner.plan(budget, solver="dp", check=False)
+    assert found.segments
+    assert found.unplanned_peak_bytes == unplanned
+    with apply(model, found):
+        replayed = reserved_bytes(
+            planner.session.record("dry run", planned=True),
+            state_bytes=planner.profile.parts.optimizer,
+            optimizer_bytes=planner.profile.parts.parameters // 4,
+        )
+    assert replayed.reserved_bytes + 300 * MIB <= found.predicted_peak_bytes <= budget
+    assert any("of it for the context" in note for note in found.notes)
+
+
+def test_settings_of_the_allocator_are_read_as_torch_reads_them():
+    text = "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,backend:native"
+    assert AllocatorSettings.of({"PYTORCH_CUDA_ALLOC_CONF": text}) == AllocatorSettings(
+        expandable_segments=True, max_split_bytes=128 * MIB, collection_threshold=0.8
+    )
+    assert AllocatorSettings.of({}) == AllocatorSettings()

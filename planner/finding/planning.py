@@ -248,7 +248,7 @@ class Planner:
         """Plan for one budget; see `plan`."""
         check_solver(solver)
         check_effort(time_limit_s, gap)
-        asked = parse_budget(budget, self.profile.peak_bytes())
+        asked = parse_budget(budget, self.search.unplanned_peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent
         target = limit
@@ -291,7 +291,7 @@ class Planner:
         if self.trials.peak_bytes is None or self.whole.accumulation:
             return trial
         missed = max(0, self.search.with_entry(self.trials.peak_bytes) - trial.whole_bytes)
-        return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + missed))
+        return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + trial.beside_bytes + missed))
 
     def _refuse(self, fault: Fault) -> None:
         members = [call for segment in fault.segments for call in segment.members]
@@ -307,6 +307,13 @@ class Planner:
             "estimated" if "estimate" in recorded.times_from + recorded.step_time_from else "measured"
         )
         mode = "" if model.training else "made in eval mode, acts in eval mode only: to train, call model.train() first"
+        beside = trial.beside_bytes
+        reserved = (
+            f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, "
+            f"{format_bytes(self.session.place.context_bytes())} of it for the context"
+            if beside
+            else ""
+        )
         refusals = [f"not replayed: {words}" for words in self._refusals()]
         return Plan(
             segments=trial.segments,
@@ -316,7 +323,7 @@ class Planner:
             budget_bytes=asked,
             predicted_peak_bytes=trial.peak_bytes,
             predicted_overhead=solution.added_ns / step_ns,
-            unplanned_peak_bytes=recorded.peak_bytes(),
+            unplanned_peak_bytes=self.search.unplanned_peak_bytes(),
             lower_bound_overhead=solution.lower_bound_ns / step_ns,
             gap=solution.gap,
             solver=solution.solver,
@@ -343,6 +350,7 @@ class Planner:
                     note
                     for note in (
                         mode,
+                        reserved,
                         *recorded.notes,
                         self._held_output(),
                         solution.note,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,7 +11,9 @@ import torch
 
 from ...profiler import Profile, Session
 from ...profiler.allocator import allocated_peak_bytes
+from ...profiler.caching_allocator import AllocatorSettings
 from ...profiler.preserve import preserved
+from ...profiler.reserved import reserved_bytes
 from ...profiler.step_record import StepRecord
 from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
 from ..applier.apply import apply_segments, unplanned
@@ -39,7 +42,8 @@ class Trial:
         recording: What was recorded, one rank's part of it where the model will be sharded.
         alive_bytes: The most that is alive in it.
         whole_bytes: The same of the whole model: what a real run here is compared with.
-        peak_bytes: The step's peak, the optimizer's own step included.
+        peak_bytes: The step's peak, the optimizer's own step included; on a card with what is reserved beside it.
+        beside_bytes: What is reserved beside what is allocated, and the context; 0 where allocated bytes run out.
     """
 
     solution: Solution
@@ -48,6 +52,7 @@ class Trial:
     alive_bytes: int
     whole_bytes: int
     peak_bytes: int
+    beside_bytes: int
 
 
 class DryRunFailedError(Exception):
@@ -76,7 +81,9 @@ class Search:
     bridge: Bridge
     session: Session
     sharding: Sharding | None
-    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[StepRecord, int, int]] = field(default_factory=dict, repr=False)
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[StepRecord, int, int, int]] = field(
+        default_factory=dict, repr=False
+    )
 
     def on_rank(self, recording: StepRecord) -> StepRecord:
         """Return one rank's part of a recorded step of the whole model."""
@@ -101,7 +108,7 @@ class Search:
         """Solve and dry-run until a plan fits the limit; else return the trial of least peak."""
         best: Trial | None = None
         least: Trial | None = None
-        target, ceiling, infeasible = limit, None, False
+        target, ceiling, infeasible = limit - self.beside_bytes(self.profile), None, False
         tried: set[tuple[Segment, ...]] = set()
         for round_number in range(1, ROUNDS + 1):
             say(f"{solver}, round {round_number}: solving for {format_bytes(target)}")
@@ -121,7 +128,7 @@ class Search:
             if trial.peak_bytes <= limit:
                 if best is None or trial.solution.added_ns < best.solution.added_ns:
                     best = trial
-                overstated = solution.peak_bytes - trial.peak_bytes
+                overstated = solution.peak_bytes + trial.beside_bytes - trial.peak_bytes
                 raised = target + overstated
                 if ceiling is not None:
                     raised = min(raised, (target + ceiling) // 2)
@@ -160,9 +167,9 @@ class Search:
             if len(self._dry_runs) >= REMEMBERED:
                 del self._dry_runs[next(iter(self._dry_runs))]
             self._dry_runs[segments] = self._dry_run(segments)
-        recording, alive, whole = self._dry_runs[segments]
-        peak = max(alive, self.profile.parts.optimizer_step_peak)
-        return Trial(solution, segments, recording, alive, whole, peak)
+        recording, alive, whole, beside = self._dry_runs[segments]
+        peak = max(alive, self.profile.parts.optimizer_step_peak) + beside
+        return Trial(solution, segments, recording, alive, whole, peak, beside)
 
     def guilty(self, failed: DryRunFailedError) -> list[DryRunFailedError]:
         """Find by dry runs what fails one on its own: of a segment's members, neighbours, where it can be told."""
@@ -189,8 +196,8 @@ class Search:
             return failed
         return None
 
-    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int]:
-        """Return the recording, and the most bytes alive in it and in that of the whole model."""
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int, int]:
+        """Return the recording, the most bytes alive in it and in that of the whole model, and what is beside them."""
         model = self.session.step.model
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
@@ -202,7 +209,28 @@ class Search:
         unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
         recording = self.on_rank(recording)
         alive = recording.peak_bytes() + self.profile.parts.optimizer + self.profile.library_bytes + unseen
-        return recording, alive, recorded + unseen
+        return recording, alive, recorded + unseen, self.beside_bytes(recording)
+
+    def beside_bytes(self, recording: StepRecord) -> int:
+        """Return what a step needs beside its allocated bytes, where reserved bytes are what runs out; else 0.
+
+        That is what the caching allocator reserves without a tensor in it, by the model of it, and the context.
+        """
+        place, parts = self.session.place, self.profile.parts
+        if place.budget_on == "allocated":
+            return 0
+        held = parts.parameters + parts.buffers + parts.batch + parts.gradients + parts.optimizer
+        replayed = reserved_bytes(
+            recording,
+            state_bytes=parts.optimizer,
+            optimizer_bytes=max(0, parts.optimizer_step_peak - held),
+            settings=AllocatorSettings.of(os.environ),
+        )
+        return replayed.cached_bytes + place.context_bytes()
+
+    def unplanned_peak_bytes(self) -> int:
+        """Return the peak of the unplanned step, by the figure that runs out on its device."""
+        return self.profile.peak_bytes() + self.beside_bytes(self.profile)
 
     def _measured_bytes(self) -> int:
         """Return the allocator's peak of the step as the model is now, where a recording does not tell it; else 0.
