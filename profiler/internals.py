@@ -25,7 +25,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "autograd_sequence",
+    "below_autocast",
     "clear_cublas_workspaces",
+    "composite",
+    "cpu_autocasts",
+    "cuda_autocast_on_cpu",
+    "destroy",
     "fake_mode_is_on",
     "fakes_take_foreach",
     "forward_hooks",
@@ -33,6 +38,7 @@ __all__ = [
     "is_operator",
     "kineto_events",
     "ran_on_cpu",
+    "sdp_priority_order",
     "storage_key",
     "tensor_registries",
     "unset_fake_temporarily",
@@ -106,6 +112,51 @@ def fakes_take_foreach(*kinds: str) -> Iterator[None]:
         _optimizers._get_foreach_kernels_supported_devices = known
         for types in lists:
             types.remove(FakeTensor)
+
+
+def below_autocast() -> Any:
+    """Return a context in which autocast does nothing to the CPU's tensors, as in the kernels of autocast itself."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+@contextmanager
+def cuda_autocast_on_cpu() -> Iterator[None]:
+    """Let `torch.autocast("cuda")` act on the CPU's tensors, with CUDA's default dtype."""
+    kind = torch.amp.autocast_mode.autocast
+    begin = kind.__init__
+
+    def begin_on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        begin(self, device_type, dtype, *args, **kwargs)
+
+    kind.__init__ = begin_on_cpu
+    try:
+        yield
+    finally:
+        kind.__init__ = begin
+
+
+def sdp_priority_order() -> list[str]:
+    """Return the kinds of attention in the order in which torch asks whether they take its inputs."""
+    names = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+    return [names.get(int(number), "") for number in torch._C._get_sdp_priority_order()]
+
+
+def composite(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what torch itself makes a composite operator of, whatever was registered over it."""
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def cpu_autocasts(name: str) -> bool:
+    """Return whether autocast on a CPU has a kernel for an operator of `aten`."""
+    lines = torch._C._dispatch_dump_table(f"aten::{name}").splitlines()
+    return any(line.startswith("AutocastCPU: registered") for line in lines)
+
+
+def destroy(library: Any) -> None:
+    """Take back what a library registered."""
+    library._destroy()
 
 
 def clear_cublas_workspaces() -> None:
