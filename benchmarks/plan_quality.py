@@ -20,7 +20,7 @@ from functools import partial
 from hand_written import ratio, timed_in_turn
 from models import NAMES, Built, build
 from remat.planner import InfeasibleBudgetError, Planner, apply, verify
-from remat.planner.bridge.problem import Bridge
+from remat.planner.bridge.bridge import Bridge
 from remat.planner.finding.explain import explain_peak
 from remat.profiler.host import host_costs
 from remat.profiler.stages import SHARE, cut

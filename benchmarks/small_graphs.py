@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from remat.planner.bridge.problem import Bridge
+from remat.planner.bridge.bridge import Bridge
 from remat.profiler import Profile
 from remat.profiler.host import HostCosts
 from remat.profiler.records import StageSpan

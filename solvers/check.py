@@ -79,3 +79,6 @@ def _check_candidate(candidate: Candidate, problem: Problem) -> None:
             raise ValueError(f"{name}: operator {index} is of stage {problem.operators[index].stage}, outside it")
     if any(later <= earlier for earlier, later in pairwise(candidate.operators)):
         raise ValueError(f"{name}: operators must ascend, got {candidate.operators}")
+    barred = candidate.never_within
+    if any(later <= earlier for earlier, later in pairwise(barred)) or any(stop < candidate.stop for stop in barred):
+        raise ValueError(f"{name}: never_within must ascend, from {candidate.stop} on, got {barred}")

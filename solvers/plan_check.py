@@ -48,6 +48,11 @@ def _check_segment(tables: Tables, segment: Segment, name: str) -> None:
     for child in segment.children:
         if (child.start, child.stop) == (segment.start, segment.stop):
             raise ValueError(f"{name} is nested in itself")
+        inside = f"segment {child.start}:{child.stop}"
+        if child.keep:
+            raise ValueError(f"{inside} has a save set of {len(child.keep)} operators and is nested in {name}")
+        if segment.stop in tables.candidates[child.start, child.stop].never_within:
+            raise ValueError(f"{inside} must not be nested in one that stops at {segment.stop}, as {name} does")
         if child.start <= last < child.stop:
             raise ValueError(
                 f"{name}: its last stage that saves a tensor, {last}, lies inside {child.start}:{child.stop}"

@@ -86,6 +86,7 @@ class Candidate:
             are not listed, for they are never replayed.
         block: Whether it is one of the model's repeated blocks, as a user would wrap by hand. Only the baselines
             (`all`, `uniform`, `sqrt`) look at it; blocks are disjoint.
+        never_within: Boundaries, ascending: no segment that stops at one of them may have this one among its children.
     """
 
     start: int
@@ -94,6 +95,7 @@ class Candidate:
     selective_ns: int = 0
     operators: tuple[int, ...] = ()
     block: bool = False
+    never_within: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +131,10 @@ class Segment:
     Attributes:
         start: First stage, as in the candidate.
         stop: One past the last stage.
-        keep: Its save set: indices into `Problem.operators`, ascending.
-        children: Segments nested inside it, ascending and disjoint. A segment has a save set or children, not both.
+        keep: Its save set: indices into `Problem.operators`, ascending. Empty for nested segments and for those around
+            them: what torch's selective checkpointing keeps, it keeps from the first forward on, so that a nested save
+            set would take its bytes throughout.
+        children: Segments nested inside it, ascending and disjoint.
             The last stage of a segment that saves a tensor must lie outside its children: under early stop a
             body that ends in another checkpoint is not replayed the number of times the model counts.
     """

@@ -48,7 +48,7 @@ def random_graph(rng: np.random.Generator, count: int, *, operators: bool = True
         ]
         if operators and own and rng.random() < 0.2:
             made.append(Operator(stage=index, forward_ns=int(rng.integers(0, 8)), outputs=tuple(own)))
-    return _problem(rng, stages, tensors, tuple(made), every=every)
+    return _problem(rng, stages, tensors, tuple(made), every=every, barred=0.3 if rng.random() < 0.5 else 0.0)
 
 
 def with_negative_extras(rng: np.random.Generator, problem: Problem) -> Problem:
@@ -107,6 +107,7 @@ def _problem(
     operators: tuple[Operator, ...],
     *,
     every: bool,
+    barred: float = 0.0,
 ) -> Problem:
     count = len(stages)
     candidates = []
@@ -125,6 +126,7 @@ def _problem(
                     selective_ns=int(rng.integers(0, 3)),
                     operators=inside,
                     block=stop == start + 1,
+                    never_within=tuple(b for b in range(stop, count + 1) if barred and rng.random() < barred),
                 )
             )
     return Problem(
@@ -153,12 +155,15 @@ def _plan(rng, problem, start, stop, parent) -> tuple[Segment, ...]:
             and c.stop <= stop
             and (c.start, c.stop) != parent
             and (last is None or not c.start <= last < c.stop)
+            and (parent is None or stop not in c.never_within)
         ]
         if not options or rng.random() < 0.4:
             position += 1
             continue
         candidate = options[rng.integers(len(options))]
-        keep = tuple(o for o in candidate.operators if rng.random() < 0.4) if rng.random() < 0.5 else ()
+        keep = ()
+        if parent is None and rng.random() < 0.5:
+            keep = tuple(o for o in candidate.operators if rng.random() < 0.4)
         children = (
             () if keep else _plan(rng, problem, candidate.start, candidate.stop, (candidate.start, candidate.stop))
         )

@@ -61,9 +61,12 @@ def _nested(problem, options, position, stop, depth, parent) -> Iterator[tuple[S
             continue
         if parent is not None and candidate.start <= _last_saver(problem, parent) < candidate.stop:
             continue
+        if parent is not None and stop in candidate.never_within:
+            continue
         if not any(i in t.holders for t in problem.tensors for i in range(*place)):
             continue
-        bodies = [Segment(start=place[0], stop=place[1], keep=keep) for keep in options.get(place, ())]
+        sets = options.get(place, ()) if parent is None else ()
+        bodies = [Segment(start=place[0], stop=place[1], keep=keep) for keep in sets]
         insides = _nested(problem, options, *place, depth - 1, place) if depth > 1 else [()]
         bodies += [Segment(start=place[0], stop=place[1], children=inside) for inside in insides]
         for rest in _nested(problem, options, candidate.stop, stop, depth, parent):

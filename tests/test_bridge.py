@@ -1,9 +1,12 @@
 """From a recorded step to a solver's problem and back: what is offered, what it costs, and what it is called."""
 
+import numpy as np
 import pytest
 import torch
 from remat.planner import plan
-from remat.planner.bridge.problem import Bridge
+from remat.planner.applier.apply import apply_segments
+from remat.planner.bridge.bridge import Bridge
+from remat.planner.bridge.hazards import Refusal, RefusedCalls
 from remat.profiler import profile
 from remat.profiler.host import HostCosts
 from remat.solvers import SOLVERS, BudgetTooSmallError, Segment, simulate
@@ -61,13 +64,163 @@ def test_every_solver_plans_a_convolutional_net_that_ends_in_pooling_and_flatten
     batch = torch.randn(4, 3, 16, 16)
     model(batch)
     bridge = bridge_of(model, batch)
-    for share in (100, 70, 40):
-        problem = bridge.problem(share * bridge.profile.peak_bytes() // 100)
-        try:
-            peak, fits = SOLVERS[solver](problem).peak_bytes, True
-        except BudgetTooSmallError as error:
-            peak, fits = error.least_peak_bytes, False
-        assert (peak <= problem.budget_bytes) is fits
+    for share in (100, 70, 40, 0):
+        problem = bridge.problem(max(1, share * bridge.profile.peak_bytes() // 100))
+        solution = solved(solver, problem)
+        assert simulate(problem, solution.segments).peak_bytes == solution.peak_bytes
+        if share == 100:
+            assert solution.added_ns == 0 or solver in ("all", "sqrt", "greedy", "uniform")
+
+
+def solved(solver, problem):
+    """Return a solver's plan; that of the least peak where none fits."""
+    try:
+        return SOLVERS[solver](problem, time_limit_s=3.0)
+    except BudgetTooSmallError as error:
+        return error.solution
+
+
+class Pair(nn.Module):
+    """Make two calls side by side, with operators of its own after each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, pair):
+        x, y = pair
+        return torch.tanh(self.a(x)).exp(), torch.tanh(self.b(y * 2)).sin()
+
+
+class Residual(nn.Module):
+    """End, or begin, with an operator of its own."""
+
+    def __init__(self, leads):
+        super().__init__()
+        self.leads = leads
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, pair):
+        x, y = pair
+        if self.leads:
+            x = torch.tanh(x)
+        return self.body(self.norm(x)) + x, y + 1
+
+
+class Borrowing(nn.Module):
+    """Call a module that belongs to another."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.own, self.lent = nn.Linear(16, 16), [lender]
+
+    def forward(self, pair):
+        x, y = pair
+        return torch.sin(self.lent[0](torch.tanh(self.own(x)))), y
+
+
+class Looped(nn.Module):
+    """Call the same block several times."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.last = block, nn.Linear(16, 16)
+
+    def forward(self, pair):
+        for _ in range(2):
+            pair = self.block(pair)
+        return self.last(pair[0]).tanh(), pair[1]
+
+
+class Net(nn.Module):
+    """A random run of such blocks."""
+
+    def __init__(self, rng):
+        super().__init__()
+        blocks = []
+        for _ in range(int(rng.integers(3, 6))):
+            kind = int(rng.integers(0, 5))
+            if kind == 0:
+                blocks.append(Pair())
+            elif kind in (1, 2):
+                blocks.append(Residual(leads=kind == 2))
+            elif kind == 3 and blocks and isinstance(blocks[0], Pair):
+                blocks.append(Borrowing(blocks[0].b))
+            else:
+                blocks.append(Looped(Residual(leads=False)))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        pair = (x, x.sin())
+        for block in self.blocks:
+            pair = block(pair)
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 5, 6, 7))])
+def test_what_solvers_choose_the_applier_takes_and_the_step_still_runs(seed):
+    torch.manual_seed(seed)
+    model, batch = Net(np.random.default_rng(seed)), torch.randn(64, 16)
+    bridge = bridge_of(model, batch)
+    plans = set()
+    for share in (0, 50, 70):
+        problem = bridge.problem(max(1, share * bridge.profile.peak_bytes() // 100))
+        for solver in SOLVERS:
+            plans.add(tuple(map(bridge.planned, solved(solver, problem).segments)))
+    mean_square(model(batch)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    assert len(plans) > 5
+    for segments in plans:
+        model.zero_grad()
+        with apply_segments(model, segments):
+            mean_square(model(batch)).backward()
+        assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+def test_a_segment_that_cuts_the_last_call_of_another_is_not_nested_in_it():
+    """Named by the pieces of the call that is cut, the outer one would end before the call's own last operator."""
+    model = nn.ModuleList([Pair(), Pair()])
+    bridge = bridge_of(Chain(model), torch.randn(64, 16))
+    calls = bridge.profile.calls
+    first, last = (next(c for c in calls if c.module == name) for name in ("blocks.0.b", "blocks.1.a"))
+    cutting = [c for c in bridge.candidates if bridge.span(c.start, c.stop) == (first.start, last.stop)]
+    begin, end = (next(c for c in calls if c.module == name) for name in ("blocks.0", "blocks.1"))
+    whole = [c for c in bridge.candidates if bridge.span(c.start, c.stop) == (begin.start, end.stop)]
+    assert len(cutting) == len(whole) == 1
+    assert cutting[0].never_within == (whole[0].stop,)
+    inner = Segment(start=cutting[0].start, stop=cutting[0].stop)
+    nested = Segment(start=whole[0].start, stop=whole[0].stop, children=(inner,))
+    with pytest.raises(ValueError, match="must not be nested in one that stops at"):
+        simulate(bridge.problem(1), (nested,))
+
+
+class Chain(nn.Module):
+    """Run blocks one after another."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        pair = (x, x.sin())
+        for block in self.blocks:
+            pair = block(pair)
+        return pair[0] + pair[1]
+
+
+def test_refused_calls_are_a_value_that_makes_another_bridge():
+    bridge = bridge_of(nn.Sequential(costly(), costly(), costly()), torch.randn(32, 64))
+    refusal = Refusal("1", "draws lots")
+    other = bridge.without(RefusedCalls(calls=frozenset({("1", 0)}), refusal=refusal))
+    assert refusal in other.refusals()
+    assert refusal not in bridge.refusals()
+    call = next(c for c in bridge.profile.calls if c.module == "1")
+    spans = [bridge.span(c.start, c.stop) for c in other.candidates]
+    assert spans
+    assert not any(first <= call.start and call.stop <= end for first, end in spans)
+    assert len(other.candidates) < len(bridge.candidates)
+    assert other.problem(1).tensors is bridge.problem(1).tensors
 
 
 def test_a_step_with_calls_that_save_nothing_is_planned():

@@ -16,7 +16,8 @@ from ...profiler.optimizer import optimizer_bytes
 from ...profiler.step import Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
-from ..bridge.problem import Bridge
+from ..bridge.bridge import Bridge
+from ..bridge.hazards import Refusal, RefusedCalls
 from ..budget import BudgetError, check_share, format_bytes, parse_budget
 from ..circumstances import Circumstances, autocast_now, device_words
 from ..errors import InfeasibleBudgetError, PlanError
@@ -251,12 +252,12 @@ class Planner:
         asked = parse_budget(budget, self.search.unplanned_peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent
-        target = limit
+        target, planner = limit, self
         for _ in range(CHECKS):
-            found = self.search.best_or_failure(target, solver, time_limit_s, gap, say)
-            faults = self._faults(found.segments, say) if check else []
+            found = planner.search.best_or_failure(target, solver, time_limit_s, gap, say)
+            faults = planner._faults(found.segments, say) if check else []
             for fault in faults:
-                self._refuse(fault)
+                planner = planner._without(fault)
             if faults:
                 continue
             if isinstance(found, DryRunFailedError) and found.segments:
@@ -265,18 +266,18 @@ class Planner:
                     self._refuse(Fault(segments=failure.segments, reason=f"it raises {failure}"))
                 continue
             if isinstance(found, Trial):
-                dry_run_peak, found = found.peak_bytes, self._as_measured(found)
+                dry_run_peak, found = found.peak_bytes, planner._as_measured(found)
                 if dry_run_peak <= target and found.peak_bytes > limit:
                     target -= found.peak_bytes - limit
                     continue
             break
         else:
-            found = self.search.unplanned_trial()
+            found = planner.search.unplanned_trial()
         if isinstance(found, DryRunFailedError):
             raise found.cause
         if found.peak_bytes <= limit:
-            return self._plan_of(found, asked, headroom)
-        raise self._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
+            return planner._plan_of(found, asked, headroom)
+        raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
 
     def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
         say(f"running {len(segments)} segments against the unmodified step")
@@ -293,11 +294,13 @@ class Planner:
         missed = max(0, self.search.with_entry(self.trials.peak_bytes) - trial.whole_bytes)
         return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + trial.beside_bytes + missed))
 
-    def _refuse(self, fault: Fault) -> None:
-        members = [call for segment in fault.segments for call in segment.members]
+    def _without(self, fault: Fault) -> Planner:
+        """Return a planner of the same step that offers no segment around the faulty ones any more."""
+        calls = frozenset((c.module, c.index) for segment in fault.segments for c in segment.members)
         name = ", ".join(str(segment) for segment in fault.segments)
-        reason = f"computes something else in a replay ({fault.reason})"
-        self.bridge.refuse([(call.module, call.index) for call in members], name, reason)
+        refusal = Refusal(name, f"computes something else in a replay ({fault.reason})")
+        bridge = self.bridge.without(RefusedCalls(calls=calls, refusal=refusal))
+        return replace(self, search=replace(self.search, bridge=bridge))
 
     def _plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
         recorded, solution = self.profile, trial.solution

@@ -17,9 +17,9 @@ from ...profiler.reserved import reserved_bytes
 from ...profiler.step_record import StepRecord
 from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
 from ..applier.apply import apply_segments, unplanned
-from ..bridge.problem import Bridge
+from ..bridge.bridge import Bridge
 from ..budget import format_bytes
-from ..plan import Call, PlannedSegment, SavedOperator
+from ..plan import PlannedSegment
 from ..sharding.sharding import Sharding
 
 ROUNDS = 8
@@ -162,7 +162,7 @@ class Search:
 
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
-        segments = tuple(self.planned_segment(segment) for segment in solution.segments)
+        segments = tuple(self.bridge.planned(segment) for segment in solution.segments)
         if segments not in self._dry_runs:
             if len(self._dry_runs) >= REMEMBERED:
                 del self._dry_runs[next(iter(self._dry_runs))]
@@ -260,43 +260,6 @@ class Search:
         regions = sum(1 for segment in segments for _ in segment.walk())
         random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0
         return self.profile.unseen_bytes + random_state
-
-    def planned_segment(self, segment: Segment) -> PlannedSegment:
-        """Name a chosen segment by its module calls."""
-        bridge, calls = self.bridge, self.profile.calls
-        first, end = bridge.span(segment.start, segment.stop)
-        members = self._members_around(segment)
-        return PlannedSegment(
-            members=tuple(Call(module=calls[index].module, index=calls[index].index) for index in members),
-            save=tuple(
-                SavedOperator(operator=name, index=index)
-                for name, index in (bridge.saved_operator(operator, segment.start) for operator in segment.keep)
-            ),
-            children=tuple(self.planned_segment(child) for child in segment.children),
-            early_stop=not bridge.replays_whole(segment.start, segment.stop),
-            restored_buffers=bridge.restored_buffers(segment.start, segment.stop),
-            crosses_operators=sum(calls[index].stop - calls[index].start for index in members) < end - first,
-        )
-
-    def _members_around(self, segment: Segment) -> list[int]:
-        """Return a segment's members: the largest calls inside it that no segment nested in it begins or ends within.
-
-        A nested segment may lie inside one member. If it began in one and ended in another, a replay that makes each
-        member's call as one step could not see it end; such members give way to the calls that they make.
-        """
-        bridge, calls = self.bridge, self.profile.calls
-        nested = [bridge.span(inner.start, inner.stop) for inner in segment.walk() if inner is not segment]
-        members: list[int] = []
-        waiting = bridge.members(segment.start, segment.stop)[::-1]
-        while waiting:
-            index = waiting.pop()
-            start, stop = calls[index].start, calls[index].stop
-            if any(a < start < b < stop or start < a < stop < b for a, b in nested):
-                made = [k for k, call in enumerate(calls) if call.parent == index and call.stop > call.start]
-                waiting += made[::-1]
-            else:
-                members.append(index)
-        return members
 
 
 def _rank(trial: Trial, limit: int) -> tuple[bool, int]:

@@ -25,9 +25,10 @@ UNITS = 1024
 def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0, save_sets: bool = True) -> Solution:
     """Find the plan with segments nested to any depth that adds least time and fits the budget.
 
-    The plan space: trees of candidates; each leaf has no save set or one of those that `save_options` lists. Room
-    inside segments is counted in units of the budget's 1024th part or a little more, rounded up. Where the unit is one
-    byte the answer is optimal; otherwise it is feasible, safe, and never worse than that of `dp`.
+    The plan space: trees of candidates; what is neither nested nor has children may have one of the save sets that
+    `save_options` lists. Room inside segments is counted in units of the budget's 1024th part or a little more, rounded
+    up. Where the unit is one byte the answer is optimal; otherwise it is feasible, safe, and never worse than that of
+    `dp`.
 
     Args:
         problem: The problem.

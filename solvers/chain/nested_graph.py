@@ -11,7 +11,6 @@ from ..problem import Problem, Segment
 from ..tables import Tables, tables_of
 from .nested_tables import INFINITE, NestedTables, Place
 from .retention_graph import RetentionGraph, retention_graph
-from .save_options import save_options
 
 _MOST_TRADES = 24
 _Choice = tuple[Place, int]
@@ -50,7 +49,7 @@ class NestedGraph:
         leaves = leaf_peaks(tables)
         most = min(room_bytes, max(leaves.values(), default=1))
         unit = _round_unit(-(-max(most, 1) // units))
-        self.tables = _nested_tables(problem, tables, unit, -(-max(most, 1) // unit), save_sets, deadline)
+        self.tables = _nested_tables(tables, unit, -(-max(most, 1) // unit), deadline)
         self.exact = unit == 1 and not flat.pinned and tables.least_extra() >= 0
         self.graph = replace(
             flat,
@@ -116,15 +115,12 @@ def _round_unit(nbytes: int) -> int:
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= nbytes else power
 
 
-def _nested_tables(
-    problem: Problem, tables: Tables, unit: int, units: int, save_sets: bool, deadline: float | None
-) -> NestedTables:
-    key = ("nested", save_sets, unit)
+def _nested_tables(tables: Tables, unit: int, units: int, deadline: float | None) -> NestedTables:
+    key = ("nested", unit)
     known = tables.graphs.get(key)
     if isinstance(known, NestedTables) and known.size > units:
         return known
-    options = save_options(problem) if save_sets else {}
-    made = NestedTables(tables, options, unit_bytes=unit, units=units)
+    made = NestedTables(tables, unit_bytes=unit, units=units)
     made.build(deadline)
     tables.graphs[key] = made
     return made

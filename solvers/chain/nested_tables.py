@@ -18,9 +18,9 @@ import numpy as np
 
 from ..leaf_peaks import leaf_peaks
 from ..problem import Segment
-from ..simulate import replay_ns, segment_peak
+from ..simulate import replay_ns
 from ..tables import IntArray, Tables
-from .level_edges import LevelEdges, SaveOptions
+from .level_edges import LevelEdges
 
 INFINITE = np.iinfo(np.int64).max // 4
 _MOST_STATES = 20_000
@@ -47,30 +47,29 @@ class _State:
 
 
 class _Step(NamedTuple):
-    """An edge in units: it needs `least`, passes on all but `shift`, and its child gets all but `entered`.
+    """An edge in units: it needs `least`, passes on all but `shift`, and its child, if it has one, all but `entered`.
 
     `forward` is what its forward moments need in bytes, beyond the state's offset; while the parent replays, the
-    parent's entry comes on top.
+    parent's entry comes on top. A parent that stops at one of `never_within` does not allow it.
     """
 
     target: _State
-    keep: tuple[int, ...] | None
+    is_child: bool
     least: int
     forward: int
     shift: int
     entered: int
-    cost: int
+    never_within: tuple[int, ...]
 
 
 class NestedTables:
     """Hold, for each candidate and each number of units of room, the least time its backward can take."""
 
-    def __init__(self, tables: Tables, options: SaveOptions, *, unit_bytes: int, units: int) -> None:
+    def __init__(self, tables: Tables, *, unit_bytes: int, units: int) -> None:
         """Prepare.
 
         Args:
             tables: Of the problem.
-            options: Save sets by candidate.
             unit_bytes: Bytes of one unit of room.
             units: Most units of room that matter.
         """
@@ -78,7 +77,7 @@ class NestedTables:
         self.unit = unit_bytes
         self.size = units + 1
         self.costs: dict[Place, IntArray] = {}
-        self._edges = LevelEdges(tables, options)
+        self._edges = LevelEdges(tables, {})
         self._states: dict[tuple[int, int, int], _State] = {}
 
     def build(self, deadline: float | None) -> None:
@@ -120,9 +119,7 @@ class NestedTables:
             step = min(times, key=lambda item: times[item])
             assert times[step] == values[state][units]
             place = (state.position, step.target.position)
-            if step.keep:
-                children.append(Segment(start=place[0], stop=place[1], keep=step.keep))
-            elif step.keep is not None:
+            if step.is_child:
                 children.append(self.tree(*place, units - step.entered))
             units -= step.shift
             state = step.target
@@ -148,17 +145,15 @@ class NestedTables:
         for edge in self._edges.leave(state.position, state.visible, state.held):
             offset = (state.offset - edge.added_bytes) % self.unit
             target = self._state(edge.stop, edge.visible, edge.held, offset)
-            need = edge.entered_bytes
-            cost = 0
-            if edge.keep:
-                child = Segment(start=state.position, stop=edge.stop, keep=edge.keep)
-                need += segment_peak(self.tables, child).nbytes
-                cost = replay_ns(self.tables, child.start, child.stop, child.keep)
             shift = max(0, self._units(edge.added_bytes + target.offset - state.offset))
             entered = max(0, self._units(edge.entered_bytes - state.offset))
-            least = max(shift, self._units(need - state.offset), 0)
+            least = max(shift, entered)
             forward = edge.forward_bytes - state.offset
-            state.steps.append(_Step(target, edge.keep, least, forward, shift, entered, cost))
+            barred: tuple[int, ...] = ()
+            if edge.keep is not None:
+                barred = self.tables.candidates[state.position, edge.stop].never_within
+            step = _Step(target, edge.keep is not None, least, forward, shift, entered, barred)
+            state.steps.append(step)
 
     def _units(self, nbytes: int) -> int:
         return -(-nbytes // self.unit)
@@ -174,7 +169,7 @@ class NestedTables:
                 if not state.steps:
                     self._expand(state)
                 for step in state.steps:
-                    if step.keep is None or step.target.position <= last_saver:
+                    if not step.is_child or step.target.position <= last_saver:
                         reached[step.target.position][step.target] = None
         values = {state: np.zeros(self.size, dtype=np.int64) for state in reached[stop]}
         for position in range(stop - 1, min(starts) - 1, -1):
@@ -190,9 +185,7 @@ class NestedTables:
             if least >= size:
                 continue
             part = values[step.target][least - step.shift : size - step.shift]
-            if step.keep:
-                part = part + step.cost
-            elif step.keep is not None:
+            if step.is_child:
                 child = self.costs[state.position, step.target.position]
                 part = part + child[least - step.entered : size - step.entered]
             np.minimum(row[least:], part, out=row[least:])
@@ -203,9 +196,9 @@ class NestedTables:
         last_saver = self.tables.last_saver[stop]
         entry = int(self.tables.entry_extra[stop - 1])
         for step in state.steps:
-            if step.keep is None:
+            if not step.is_child:
                 replayed = state.position <= last_saver
-            elif step.target.position <= last_saver:
+            elif step.target.position <= last_saver and stop not in step.never_within:
                 replayed = True
             else:
                 continue
@@ -213,7 +206,7 @@ class NestedTables:
 
     def _time_by(self, state: _State, step: _Step, ahead: IntArray, units: int) -> int:
         """Return the least time from a state by one of its steps with so many units of room, if it is enough."""
-        total = int(ahead[units - step.shift]) + step.cost
-        if step.keep == ():
+        total = int(ahead[units - step.shift])
+        if step.is_child:
             total += int(self.costs[state.position, step.target.position][units - step.entered])
         return total

@@ -1,0 +1,122 @@
+"""The one bridge from a Profile to a Problem, and from a chosen Segment to module calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+
+from ...profiler.host import HostCosts
+from ...profiler.records import Profile
+from ...solvers.problem import Candidate, Operator, Problem, Segment
+from ..plan import PlannedSegment
+from .calls import CallIndex
+from .candidates import candidates_of
+from .hazards import Hazards, Refusal, RefusedCalls
+from .memory import StageTimes, stages_of, tensors_of
+from .names import Names
+from .save_rules import savable
+
+
+class Bridge:
+    """Turn a profile into problems, and chosen intervals back into operators and calls.
+
+    Nothing changes a bridge: what is learnt later makes a new one, by `without`.
+
+    Args:
+        profile: The recorded step.
+        host: Host costs of the device.
+        cross_operators: Offer segments across a container's own operators (not possible under torch.compile).
+        save_sets: Offer operators whose outputs a segment may keep.
+        units: Paths of modules whose calls a segment holds whole, or lies within.
+
+    Attributes:
+        profile: The recorded step.
+        bounds: The first operator of each stage, and one past the last of all.
+        stages: The stages as solvers see them.
+        tensors: What plans can keep or free.
+        operators: What save sets may name.
+        candidates: The intervals that can be segments.
+        refused: Calls whose replay was seen to go wrong.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        host: HostCosts,
+        *,
+        cross_operators: bool = True,
+        save_sets: bool = True,
+        units: Iterable[str] = (),
+    ) -> None:
+        self.profile = profile
+        stages, calls = StageTimes(profile), CallIndex(profile)
+        kept = savable(profile) if save_sets else []
+        self.bounds = stages.bounds
+        self.tensors, tensor_of = tensors_of(profile, stages, kept)
+        self.operators = tuple(
+            Operator(
+                stage=int(stages.of[k]),
+                forward_ns=profile.operators[k].forward_ns,
+                outputs=tuple(sorted(tensor_of[s] for s in profile.operators[k].produces)),
+            )
+            for k in kept
+        )
+        self.stages = stages_of(profile, stages, self.tensors)
+        self._calls = calls
+        self._hazards = Hazards(profile, calls, frozenset(units))
+        self._names = Names(profile, stages, calls, kept)
+        self.candidates: tuple[Candidate, ...] = candidates_of(
+            profile,
+            stages,
+            calls,
+            self._hazards,
+            self.tensors,
+            self.operators,
+            kept,
+            host,
+            cross_operators=cross_operators,
+        )
+        self.refused: tuple[RefusedCalls, ...] = ()
+
+    def problem(self, budget_bytes: int) -> Problem:
+        """State the problem for a budget in bytes."""
+        return Problem(
+            stages=self.stages,
+            tensors=self.tensors,
+            candidates=self.candidates,
+            operators=self.operators,
+            fixed_bytes=self.profile.fixed_bytes(),
+            floor_bytes=self.profile.parts.optimizer_step_peak,
+            budget_bytes=budget_bytes,
+            step_ns=self.profile.step_ns,
+        )
+
+    def refusals(self) -> list[Refusal]:
+        """List the module calls that no segment holds, with the reasons, each continuing "it"."""
+        return self._hazards.refusals() + [refused.refusal for refused in self.refused]
+
+    def without(self, refused: RefusedCalls) -> Bridge:
+        """Return a bridge without the segments that hold all of some calls; it shares everything else with this one."""
+        spans = [(c.start, c.stop) for c in self.profile.calls if (c.module, c.index) in refused.calls]
+        assert spans
+        first, end = min(start for start, _ in spans), max(stop for _, stop in spans)
+        other = copy(self)
+        other.refused = (*self.refused, refused)
+        other.candidates = tuple(
+            candidate
+            for candidate in self.candidates
+            if not (self.bounds[candidate.start] <= first and end <= self.bounds[candidate.stop])
+        )
+        return other
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the operators of an interval of stages, half open."""
+        return self.bounds[start], self.bounds[stop]
+
+    def members(self, start: int, stop: int) -> list[int]:
+        """Return the largest module calls inside an interval of stages, in order: indices into the profile's calls."""
+        return self._calls.members(*self.span(start, stop))
+
+    def planned(self, segment: Segment) -> PlannedSegment:
+        """Name a chosen segment, and all that is nested in it, by module calls."""
+        return self._names.planned(segment)
