@@ -262,8 +262,8 @@ class Planner:
                 continue
             if isinstance(found, DryRunFailedError) and found.segments:
                 # No real step told which of them it is: dry runs do.
-                for failure in self.search.guilty(found):
-                    self._refuse(Fault(segments=failure.segments, reason=f"it raises {failure}"))
+                for failure in planner.search.guilty(found):
+                    planner = planner._without(Fault(segments=failure.segments, reason=f"it raises {failure}"))
                 continue
             if isinstance(found, Trial):
                 dry_run_peak, found = found.peak_bytes, planner._as_measured(found)
