@@ -58,7 +58,7 @@ class Parts:
     optimizer_step_peak: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile(StepRecord):
     """Hold everything a planner needs to know of one training step: its record, its stages and its times.
 
@@ -116,6 +116,10 @@ class Profile(StepRecord):
             f"bytes: {self.bytes_from}; times: {self.times_from}; step time: {self.step_time_from}",
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def __repr__(self) -> str:
+        peak, step = f"{self.peak_bytes() / 2**20:,.1f} MiB", f"{self.step_ns / 1e6:,.1f} ms"
+        return f"<Profile of {self.model} on {self.device}: peak {peak}, step {step}, {len(self.operators)} operators>"
 
     def fixed_bytes(self) -> int:
         """Return what is alive throughout: parameters, buffers, batch, optimizer state, accumulated gradients."""

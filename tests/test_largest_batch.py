@@ -8,7 +8,7 @@ import torch
 from remat.planner import InfeasibleBudgetError
 from remat.planner.budget import BudgetError
 from remat.planner.largest_batch import BatchSearch, BatchSize, largest_batch
-from remat.planner.show.throughput import throughput_by_batch
+from remat.planner.pictures.throughput import throughput_by_batch
 
 from .small_step import build, squares
 

@@ -2,22 +2,31 @@
 
 from dataclasses import replace
 from io import BytesIO
+from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
+from remat.planner import Planner, verify
+from remat.planner.budget import format_bytes
+from remat.planner.pictures.frontier import peak_against_overhead, steps_of
+from remat.planner.pictures.memory import memory_over_time, module_memory
+from remat.planner.pictures.palette import MEMORY, SOLVERS, TREATMENTS
+from remat.planner.pictures.stages import MODULE_COLUMNS, group_paths, memory_by_module, plan_by_stage
+from remat.planner.pictures.strip import plan_strip
+from remat.planner.pictures.timeline import memory_parts
 from remat.planner.plan import Call, Plan, PlannedSegment, SavedOperator
-from remat.planner.show.plots import memory_over_time, module_memory, peak_against_overhead
-from remat.planner.show.strip import plan_strip
-from remat.planner.show.timeline import TREATMENTS, group_paths, memory_by_module, plan_by_stage, step_timeline
+from remat.solvers import SOLVERS as REGISTERED
+from torch import nn
 
-from .small_step import small_comparison
+from .small_step import Block, small_comparison
 
 
 @pytest.fixture(scope="module")
 def timelines():
     comparison = small_comparison()
-    return step_timeline(comparison.planner), step_timeline(comparison.planner, comparison.best("60%"))
+    return comparison.planner.timeline(), comparison.planner.timeline(comparison.best("60%"))
 
 
 def texts(figure: Figure) -> str:
@@ -39,8 +48,9 @@ def test_categories_add_up_to_the_profile_and_its_peak(timelines):
     assert np.array_equal(unplanned.total()[:step], profile.live_bytes())
     assert unplanned.peak_bytes == profile.peak_bytes() == unplanned.total().max()
     by_kind = profile.live_bytes_by_kind()
-    for kind in ("parameter", "optimizer", "gradient", "activation"):
-        assert np.array_equal(unplanned.live[kind][:step], by_kind[kind])
+    uses = ("parameters", "parameter"), ("gradients", "gradient"), ("activations kept for backward", "activation")
+    for use, kind in uses:
+        assert np.array_equal(unplanned.live[use][:step], by_kind[kind])
 
 
 def test_the_planned_timeline_peaks_where_the_plan_promises(timelines):
@@ -50,10 +60,11 @@ def test_the_planned_timeline_peaks_where_the_plan_promises(timelines):
 
 def test_only_the_planned_step_recomputes_and_only_in_backward(timelines):
     unplanned, planned = timelines
-    assert not unplanned.live["recomputed"].any()
-    assert planned.live["recomputed"].any()
-    assert not planned.live["recomputed"][: planned.loss_stop].any()
-    assert planned.live["activation"].max() < unplanned.live["activation"].max()
+    recomputed, kept = "recomputed activations", "activations kept for backward"
+    assert not unplanned.live[recomputed].any()
+    assert planned.live[recomputed].any()
+    assert not planned.live[recomputed][: planned.loss_stop].any()
+    assert planned.live[kept].max() < unplanned.live[kept].max()
 
 
 def test_the_optimizers_step_comes_last_with_its_peak(timelines):
@@ -71,7 +82,10 @@ def test_memory_over_time_shows_both_peaks_and_the_budget_on_the_same_axes(timel
     assert above.get_ylim() == below.get_ylim()
     assert above.get_xlim() == below.get_xlim()
     assert above.get_ylabel() == below.get_ylabel() == "memory alive [MiB]"
-    assert below.get_xlabel().endswith("[count]")
+    assert below.get_xlabel() == "time [ms]"
+    by_operators = memory_over_time(unplanned, planned, by="operators")
+    assert by_operators.axes[1].get_xlabel().endswith("[count]")
+    assert by_operators.axes[1].get_xlim()[1] == len(planned.modules)
     words = texts(figure)
     assert "budget" in words
     assert "peak in the" in words
@@ -95,6 +109,32 @@ def test_the_frontier_shows_every_plan_and_its_units():
     assert {"sqrt", "dp", "no checkpoints", "budgets"} <= set(labels)
 
 
+def test_the_steps_of_a_solver_go_down_to_the_unplanned_step_and_its_least_peak_is_marked():
+    comparison = small_comparison()
+    for solver in comparison.solvers:
+        steps = steps_of(comparison, solver)
+        assert steps["peak_bytes"].is_monotonic_increasing
+        assert steps["added"].is_monotonic_decreasing
+        assert tuple(steps.iloc[-1]) == (comparison.unplanned_peak_bytes, 0.0)
+    lines = peak_against_overhead(comparison).axes[0].lines
+    marked = {float(line.get_xdata()[0]) for line in lines if line.get_marker() == "|" and len(line.get_xdata())}
+    assert marked == {plan.predicted_peak_bytes / 2**20 for plan in comparison.least.values()}
+
+
+def test_plans_at_the_same_point_are_rings_around_each_other():
+    comparison = small_comparison()
+    frame = comparison.frame.copy()
+    columns = ["predicted_peak_bytes", "predicted_overhead"]
+    frame.loc[frame["solver"] == "sqrt", columns] = frame.loc[frame["solver"] == "dp", columns].to_numpy()
+    lines = peak_against_overhead(replace(comparison, frame=frame)).axes[0].lines
+    sizes = {}
+    for line in lines:
+        if line.get_markerfacecolor() == "none" and len(line.get_xdata()):
+            sizes.setdefault((line.get_xdata()[0], line.get_ydata()[0]), []).append(line.get_markersize())
+    assert sizes
+    assert all(sorted(rings) == [6, 10] for rings in sizes.values())
+
+
 def test_the_frontier_names_solvers_without_a_plan():
     comparison = small_comparison()
     frame = comparison.frame.copy()
@@ -111,6 +151,8 @@ def test_memory_by_module_counts_every_byte_once():
     assert len(table) <= 6
     assert table["parameters"].sum() == profile.parts.parameters
     assert table["gradients"].sum() == profile.parts.gradients
+    assert table["optimizer"].sum() == profile.parts.optimizer > 0
+    assert list(table.columns) == ["module", *MODULE_COLUMNS]
     saved = sum(s.nbytes for s in profile.storages if s.kind == "activation" and s.saved_by)
     assert table["saved"].sum() == saved
     assert rendered(module_memory(profile)).startswith(b"\x89PNG")
@@ -166,3 +208,83 @@ def test_paths_are_grouped_as_deep_as_there_is_room():
     assert group_paths(paths, 5) == ["a.0.x", "a.0.y", "a.1.x", "(the model's own)", "b"]
     assert group_paths(paths, 4) == ["a.0", "a.0", "a.1", "(the model's own)", "b"]
     assert group_paths(["a.x", "b", "a.x"], 2, runs=True) == ["a", "b", "a"]
+
+
+def test_the_axis_of_time_ends_where_the_plan_says_that_the_step_does(timelines):
+    unplanned, planned = timelines
+    comparison = small_comparison()
+    plan, profile = comparison.best("60%"), comparison.planner.profile
+    assert unplanned.ends_ns[unplanned.backward_stop - 1] == pytest.approx(profile.step_ns)
+    assert unplanned.ends_ns[unplanned.loss_stop - 1] == pytest.approx(profile.forward_ns)
+    assert planned.ends_ns[planned.backward_stop - 1] == pytest.approx(profile.step_ns * (1 + plan.predicted_overhead))
+    for timeline in timelines:
+        assert (np.diff(timeline.moments()) > 0).all()
+
+
+def test_parts_of_the_peak_add_up_to_it():
+    profile = small_comparison().planner.profile
+    parts = memory_parts(profile)
+    assert sum(nbytes for _, nbytes, _ in parts) == profile.peak_bytes()
+    assert sum(share for _, _, share in parts) == pytest.approx(1)
+    assert {name for name, _, _ in parts} <= set(MEMORY)
+
+
+class Recurrent(nn.Module):
+    """What an LSTM's library allocates is seen by the allocator only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.blocks = nn.LSTM(32, 32, batch_first=True), nn.Sequential(Block(), Block(), Block())
+
+    def forward(self, x):
+        return self.blocks(self.inner(x)[0])
+
+
+def test_what_only_the_allocator_saw_is_in_the_picture_as_it_is_in_the_plan():
+    torch.manual_seed(0)
+    model, batch = Recurrent(), torch.randn(16, 32, 32)
+    planner = Planner.of(model, batch, repeats=1)
+    plan = planner.plan("75%", solver="dp")
+    timeline = planner.timeline(plan)
+    assert timeline.live["seen by the allocator only"].all()
+    assert timeline.peak_bytes == plan.predicted_peak_bytes
+    assert timeline.peak_bytes == verify(model, batch, plan, repeats=0).measured_peak_bytes
+    assert repr(timeline).endswith(f"peak {format_bytes(timeline.peak_bytes)}>")
+
+
+# How readers see colours who lack one kind of cone: Machado, Oliveira and Fernandes 2009, severity 1.
+SIGHT = {
+    "all cones": np.eye(3),
+    "no red cones": np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]),
+    "no green cones": np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]),
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(colour: str, sight: str) -> np.ndarray:
+    """Return a colour in CIELAB, where a distance of some two or three is the least that is seen."""
+    values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    xyz = TO_XYZ @ np.clip(SIGHT[sight] @ linear, 0, 1) / np.array([0.9505, 1, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_colours_that_stand_side_by_side_are_told_apart_by_every_reader(sight: str):
+    stages = {look.colour for name, look in TREATMENTS.items() if not name.endswith("kept") or name == "kept"}
+    for colours in ([look.colour for look in MEMORY.values()], stages, [look.colour for look in SOLVERS.values()]):
+        for one, other in combinations(colours, 2):
+            assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 11, (one, other)
+
+
+def test_a_colour_means_one_thing_in_all_pictures():
+    memory = {look.colour: name for name, look in MEMORY.items()}
+    assert len(memory) == len(MEMORY)
+    shared = {memory[look.colour]: name for name, look in TREATMENTS.items() if look.colour in memory}
+    assert shared["recomputed activations"] == "recomputed"
+    assert TREATMENTS["kept"].colour == MEMORY["activations kept for backward"].colour
+    assert not {look.colour for look in SOLVERS.values()} & {*memory, *(look.colour for look in TREATMENTS.values())}
+    for kind in ("colour", "marker", "symbol"):
+        assert len({getattr(look, kind) for look in SOLVERS.values()}) == len(SOLVERS)
+    assert set(SOLVERS) == set(REGISTERED)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from remat.planner import InfeasibleBudgetError, Plan, apply, plan, verify
 from remat.planner.finding.planning import Planner
-from remat.planner.show.timeline import step_timeline
+from remat.planner.pictures.timeline import profile_timeline
 from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn
 
@@ -226,7 +226,7 @@ def test_planned_and_unplanned_steps_are_divided_alike(case, planners):
     recorded = int(planner.search.on_rank(planner.session.record("dry run")).live_bytes().max())
     peak = recorded + profile.parts.optimizer + profile.unseen_bytes
     assert max(peak, profile.parts.optimizer_step_peak) == profile.peak_bytes()
-    assert step_timeline(planner).peak_bytes == planner.profile.peak_bytes()
+    assert profile_timeline(planner.profile).peak_bytes == planner.profile.peak_bytes()
 
 
 @pytest.mark.parametrize("ranks", [3, 1000])

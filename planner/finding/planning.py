@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Unpack
 
 from torch import nn
 
@@ -23,11 +23,15 @@ from ..circumstances import Circumstances, autocast_now, device_words
 from ..errors import InfeasibleBudgetError, PlanError
 from ..fingerprint import Fingerprint
 from ..options import StepKeywords, StepOptions
+from ..pictures.timeline import Timeline
 from ..plan import BatchTensor, Plan, PlannedSegment
 from ..sharding.sharding import Sharding
 from .explain import explain_peak, held_output
 from .search import DryRunFailedError, Search, Trial
 from .trial import Fault, Trials
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CHECKS = 12
 """Most times to plan again without the segments whose replay computed something else."""
@@ -118,7 +122,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Planner:
     """Hold one profiled step, from which any number of budgets can be planned.
 
@@ -278,6 +282,46 @@ class Planner:
         if found.peak_bytes <= limit:
             return planner._plan_of(found, asked, headroom)
         raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
+
+    def timeline(self, plan: Plan | None = None) -> Timeline:
+        """Return the memory over the step, without a plan or with one: what the plan's own dry run saw.
+
+        Where the plan promises more than the dry run saw, because it was run for real and the allocator gave out more,
+        that is in the timeline as well; its peak is the plan's.
+
+        Args:
+            plan: A plan of this planner's; None takes the unplanned step.
+        """
+        profile = self.profile
+        if plan is None:
+            beside = self.search.unplanned_peak_bytes() - profile.peak_bytes()
+            alive_bytes = int(profile.live_bytes().max(initial=0)) + beside
+            timeline = Timeline.of(profile, profile, alive_bytes=alive_bytes, step_ns=profile.step_ns)
+            return replace(timeline, peak_words=explain_peak(profile, profile, timeline.peak_bytes))
+        record, alive_bytes, _, _ = self.search.dry_run(plan.segments)
+        promised = plan.predicted_peak_bytes or 0
+        if promised > profile.parts.optimizer_step_peak:
+            alive_bytes = max(alive_bytes, promised)
+        step_ns = profile.step_ns * (1 + (plan.predicted_overhead or 0.0))
+        timeline = Timeline.of(record, profile, alive_bytes=alive_bytes, step_ns=step_ns)
+        return replace(timeline, peak_words=explain_peak(record, profile, timeline.peak_bytes))
+
+    def plot(self, plan: Plan | None = None, *, by: str = "time", title: str = "") -> Figure:
+        """Draw the memory over the step without and with a plan; see `memory_over_time`."""
+        from ..pictures.memory import memory_over_time
+
+        planned = None if plan is None else self.timeline(plan)
+        budget = None if plan is None else plan.budget_bytes
+        return memory_over_time(self.timeline(), planned, budget_bytes=budget, by=by, title=title)
+
+    def strip(self, plan: Plan, *, title: str = "") -> Figure:
+        """Draw what a plan does to each stage; see `plan_strip`."""
+        from ..pictures.strip import plan_strip
+
+        return plan_strip(self.profile, plan, title=title)
+
+    def __repr__(self) -> str:
+        return f"<Planner of {self.profile!r}>"
 
     def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
         say(f"running {len(segments)} segments against the unmodified step")

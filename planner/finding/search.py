@@ -163,13 +163,17 @@ class Search:
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
         segments = tuple(self.bridge.planned(segment) for segment in solution.segments)
+        recording, alive, whole, beside = self.dry_run(segments)
+        peak = max(alive, self.profile.parts.optimizer_step_peak) + beside
+        return Trial(solution, segments, recording, alive, whole, peak, beside)
+
+    def dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int, int]:
+        """Return the record of a planned step, and bytes: the most alive in it, in the whole model's, and beside it."""
         if segments not in self._dry_runs:
             if len(self._dry_runs) >= REMEMBERED:
                 del self._dry_runs[next(iter(self._dry_runs))]
             self._dry_runs[segments] = self._dry_run(segments)
-        recording, alive, whole, beside = self._dry_runs[segments]
-        peak = max(alive, self.profile.parts.optimizer_step_peak) + beside
-        return Trial(solution, segments, recording, alive, whole, peak, beside)
+        return self._dry_runs[segments]
 
     def guilty(self, failed: DryRunFailedError) -> list[DryRunFailedError]:
         """Find by dry runs what fails one on its own: of a segment's members, neighbours, where it can be told."""

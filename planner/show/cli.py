@@ -16,13 +16,13 @@ from ..budget import check_share, parse_budget
 from ..compare import Comparison, compare
 from ..errors import PlanError
 from ..finding.planning import Planner, check_solver
+from ..pictures.frontier import peak_against_overhead
 from ..plan import Plan
 from ..verify import verify
 from . import console as show
 from . import options as opt
 from .demo import run_demo
 from .factory import Subject, load_subject, modules_named
-from .plots import peak_against_overhead
 from .report import write_report
 
 app = typer.Typer(

@@ -14,8 +14,9 @@ from rich.text import Text
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..compare import Comparison, table_cells, table_header
+from ..pictures.stages import memory_by_module
+from ..pictures.timeline import memory_parts
 from ..plan import Plan, PlannedSegment
-from .timeline import memory_by_module, memory_parts
 
 Say = Callable[[str], None]
 """Takes a few words on what is being done."""
@@ -74,10 +75,10 @@ def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None
 
 
 def _print_modules(console: Console, profile: Profile, rows: int) -> None:
-    columns = ("module", "parameters", "gradients", "saved activations")
+    columns = ("module", "parameters", "gradients", "optimizer", "saved activations")
     table = table_of("By module, in order of execution", columns, numeric=columns[1:])
     for row in memory_by_module(profile, rows).to_dict("records"):
-        cells = (format_bytes(int(row[column])) for column in ("parameters", "gradients", "saved"))
+        cells = (format_bytes(int(row[column])) for column in ("parameters", "gradients", "optimizer", "saved"))
         table.add_row(Text(str(row["module"])), *cells)
     console.print(table)
 

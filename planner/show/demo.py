@@ -13,11 +13,10 @@ from torch import nn
 from ..compare import Comparison, compare
 from ..errors import PlanError
 from ..finding.planning import Planner
+from ..pictures.frontier import peak_against_overhead
 from ..plan import Plan
 from ..verify import verify
 from .console import print_comparison, print_plan, print_profile
-from .plots import memory_over_time, peak_against_overhead
-from .timeline import step_timeline
 
 BUDGETS, SMALL_BUDGETS = ("75%", "55%", "40%"), ("80%", "65%", "60%")
 SOLVERS = ("sqrt", "dp", "ilp")
@@ -131,8 +130,6 @@ def write_files(folder: Path, comparison: Comparison, plan: Plan, *, title: str)
     """
     plan.save(folder / "plan.json")
     comparison.frame.to_csv(folder / "comparison.csv", index=False)
-    unplanned, planned = step_timeline(comparison.planner), step_timeline(comparison.planner, plan)
-    figure = memory_over_time(unplanned, planned, budget_bytes=plan.budget_bytes, title=title)
-    figure.savefig(folder / "memory_over_time.png", dpi=150)
+    comparison.planner.plot(plan, title=title).savefig(folder / "memory_over_time.png", dpi=150)
     peak_against_overhead(comparison).savefig(folder / "peak_against_overhead.png", dpi=150)
     return "plan.json", "comparison.csv", "memory_over_time.png", "peak_against_overhead.png"

@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
+from ..pictures.frontier import peak_against_overhead
+from ..pictures.memory import memory_over_time, module_memory
+from ..pictures.strip import plan_strip
+from ..pictures.timeline import memory_parts
 from ..plan import Plan
 from ..verify import Verification, verify
 from .factory import Subject
-from .plots import memory_over_time, module_memory, peak_against_overhead
-from .strip import plan_strip
-from .timeline import memory_parts, step_timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def report_html(
         verification = verify(subject.model, subject.batch, plan, loss=subject.loss, progress=progress)
     say("recording the step with and without the plan")
     planner = comparison.planner
-    unplanned, planned = step_timeline(planner), step_timeline(planner, plan)
+    unplanned, planned = planner.timeline(), planner.timeline(plan)
     say("drawing")
     pictures = {
         "modules": _picture(module_memory(planner.profile), "Bars of memory by module"),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from ..budget import format_bytes
-from ..largest_batch import BatchSearch
-from .plots import BLACK, BLUE, GREY, ORANGE, VERMILION, byte_unit
+from .memory import byte_unit
+from .palette import INK, MEMORY, PALE
+
+if TYPE_CHECKING:
+    from ..largest_batch import BatchSearch
+
+_KEPT, _PLANNED = MEMORY["activations kept for backward"].colour, MEMORY["recomputed activations"].colour
 
 
 def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
@@ -22,8 +29,8 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     fitting = [entry for entry in search.tried if entry.fits]
     best = search.best
     sizes = [entry.size for entry in fitting]
-    rates.plot(sizes, [entry.samples_per_second or 0.0 for entry in fitting], color=BLUE, marker="o")
-    rates.plot(best.size, best.samples_per_second or 0.0, color=VERMILION, marker="*", markersize=15)
+    rates.plot(sizes, [entry.samples_per_second or 0.0 for entry in fitting], color=_PLANNED, marker="o")
+    rates.plot(best.size, best.samples_per_second or 0.0, color=INK, marker="*", markersize=15)
     rates.annotate(
         f"chosen: {best.size}",
         (best.size, best.samples_per_second or 0.0),
@@ -39,7 +46,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.plot(
         [entry.size for entry in known],
         [(entry.unplanned_peak_bytes or 0) / unit for entry in known],
-        color=ORANGE,
+        color=_KEPT,
         marker="s",
         linestyle=":",
         label="without checkpoints",
@@ -47,7 +54,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.plot(
         sizes,
         [(entry.predicted_peak_bytes or 0) / unit for entry in fitting],
-        color=BLUE,
+        color=_PLANNED,
         marker="o",
         label="with the best plan",
     )
@@ -55,13 +62,13 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.plot(
         [entry.size for entry in refused],
         [(entry.least_peak_bytes or 0) / unit for entry in refused],
-        color=VERMILION,
+        color=INK,
         marker="x",
         linestyle="none",
         label="least peak reachable, where none fits",
     )
     peaks.axhline(
-        search.budget_bytes / unit, color=BLACK, linestyle="--", label="budget " + format_bytes(search.budget_bytes)
+        search.budget_bytes / unit, color=INK, linestyle="--", label="budget " + format_bytes(search.budget_bytes)
     )
     peaks.set_ylim(bottom=0)
     peaks.set_ylabel(f"peak memory [{name}]")
@@ -70,6 +77,6 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     peaks.legend(fontsize=8, frameon=False)
     for axis in (rates, peaks):
-        axis.grid(color=GREY, alpha=0.3)
+        axis.grid(color=PALE, alpha=0.5)
     figure.suptitle(title or "Throughput by batch size under the budget", fontsize=11)
     return figure

@@ -11,10 +11,9 @@ from matplotlib.patches import Patch
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..plan import Plan
-from .plots import GREEN, GREY, ORANGE, VERMILION, YELLOW, byte_unit
-from .timeline import TREATMENTS, group_paths, plan_by_stage
-
-_LOOKS = dict(zip(TREATMENTS, ((GREEN, ""), (ORANGE, "////"), (YELLOW, "...."), (VERMILION, "xxxx")), strict=True))
+from .memory import byte_unit
+from .palette import PALE, TREATMENTS
+from .stages import group_paths, plan_by_stage
 
 
 def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
@@ -40,9 +39,9 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
     times.set_xlabel("stages, in order of execution, by module")
     figure.legend(
         handles=[
-            Patch(facecolor=_LOOKS[item][0], hatch=_LOOKS[item][1], edgecolor="black", linewidth=0.5, label=item)
-            for item in TREATMENTS
-            if item in set(table["treatment"])
+            Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=look.second, linewidth=0, label=name)
+            for name, look in TREATMENTS.items()
+            if name in set(table["treatment"])
         ],
         loc="outside lower center",
         ncols=4,
@@ -61,8 +60,10 @@ def _title(plan: Plan) -> str:
 
 def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
     for position, treatment in enumerate(table["treatment"]):
-        colour, hatch = _LOOKS[str(treatment)]
-        axis.bar(position, 1, width=1, align="edge", color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+        look = TREATMENTS[str(treatment)]
+        axis.bar(
+            position, 1, width=1, align="edge", color=look.colour, hatch=look.hatch, edgecolor=look.second, linewidth=0
+        )
     segments = table["segment"].to_numpy(dtype=np.int64)
     for position in range(len(segments) + 1):
         before = segments[position - 1] if position else -1
@@ -83,12 +84,11 @@ def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
 
 
 def _bars(axis: Axes, table: pd.DataFrame, heights: np.ndarray) -> None:
-    for treatment, (colour, hatch) in _LOOKS.items():
+    for treatment, look in TREATMENTS.items():
         chosen = np.flatnonzero(table["treatment"].to_numpy() == treatment)
-        axis.bar(
-            chosen, heights[chosen], width=1, align="edge", color=colour, hatch=hatch, edgecolor="white", linewidth=0.3
-        )
-    axis.grid(axis="y", color=GREY, alpha=0.3)
+        edges = {"hatch": look.hatch, "edgecolor": look.second, "linewidth": 0.3}
+        axis.bar(chosen, heights[chosen], width=1, align="edge", color=look.colour, **edges)
+    axis.grid(axis="y", color=PALE, alpha=0.5)
     axis.set_axisbelow(True)
 
 
