@@ -7,6 +7,7 @@ from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError,
 from .finding.planning import Planner, plan
 from .largest_batch import BatchSearch, largest_batch
 from .options import StepOptions
+from .pictures.drawing import draw
 from .plan import Plan
 from .verify import Verification, verify
 
@@ -27,6 +28,7 @@ __all__ = [
     "Verification",
     "apply",
     "compare",
+    "draw",
     "largest_batch",
     "plan",
     "verify",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import pandas as pd
 from torch import nn
@@ -15,8 +15,12 @@ from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
 from .options import StepKeywords
+from .pictures.tables import html_table
 from .plan import Plan
 from .verify import verify
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BYTES = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "least_peak_bytes", "segments")
 _SHARES = ("predicted_overhead", "measured_overhead", "lower_bound_overhead", "gap", "solve_seconds")
@@ -38,7 +42,7 @@ COLUMNS = (
 """Columns of `Comparison.frame`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """Hold what every solver found at every budget.
 
@@ -130,6 +134,26 @@ class Comparison:
             least_peak_bytes=reached,
             plan=least,
         )
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return `frame`."""
+        return self.frame
+
+    def plot(self, *, title: str = "") -> Figure:
+        """Draw peak against added time; see `peak_against_overhead`."""
+        from .pictures.frontier import peak_against_overhead
+
+        return peak_against_overhead(self, title=title)
+
+    def __repr__(self) -> str:
+        asked = f"{', '.join(self.solvers)} at {len(self.budgets_bytes)} budgets"
+        peak = format_bytes(self.unplanned_peak_bytes)
+        return f"<Comparison of {asked}: {len(self.plans)} plans, unplanned peak {peak}>"
+
+    def _repr_html_(self) -> str:
+        rows = [table_cells(row) for row in self.frame.to_dict("records")]
+        title = f"Solvers by budget (unplanned peak {format_bytes(self.unplanned_peak_bytes)})"
+        return html_table(title, table_header(), rows)
 
     def table(self) -> str:
         """Return the comparison as text for people."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import pandas as pd
 import torch
@@ -14,8 +14,12 @@ from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
 from .options import StepKeywords, StepOptions
+from .pictures.tables import html_table
 from .plan import Plan
 from .verify import Verification, verify
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LARGEST = 1 << 20
 """Doubling stops here at the latest."""
@@ -57,7 +61,7 @@ class BatchSize:
         return self.samples_per_second is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class BatchSearch:
     """Hold what was found at every batch size tried.
 
@@ -88,18 +92,35 @@ class BatchSearch:
         """Return the plan for the chosen size."""
         return self.plans[self.size]
 
-    def frame(self) -> pd.DataFrame:
+    def to_frame(self) -> pd.DataFrame:
         """Return one row per size tried, columns as the attributes of `BatchSize`."""
         names = BatchSize.__dataclass_fields__
         return pd.DataFrame([{name: getattr(entry, name) for name in names} for entry in self.tried])
 
+    def plot(self, *, title: str = "") -> Figure:
+        """Draw throughput and peaks by batch size; see `throughput_by_batch`."""
+        from .pictures.throughput import throughput_by_batch
+
+        return throughput_by_batch(self, title=title)
+
+    def __repr__(self) -> str:
+        best = f"{self.size} of {len(self.tried)} sizes tried trains {_rate(self.best):.4g} samples/s"
+        return f"<BatchSearch under {format_bytes(self.budget_bytes)}: {best}>"
+
+    def _repr_html_(self) -> str:
+        rows = [_cells(entry, entry.size == self.size) for entry in self.tried]
+        return html_table(f"Batch sizes under {format_bytes(self.budget_bytes)}", _HEADER, rows, text=0)
+
     def table(self) -> str:
         """Return the sizes as text for people; the chosen one is marked."""
-        rows = [("batch", "samples/s", "peak", "added", "segments", "unplanned peak", "")]
+        rows = [_HEADER]
         rows += [_cells(entry, entry.size == self.size) for entry in self.tried]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
+
+
+_HEADER: tuple[str, ...] = ("batch", "samples/s", "peak", "added", "segments", "unplanned peak", "")
 
 
 def _rate(entry: BatchSize) -> float:

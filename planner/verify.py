@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from torch import nn
 
 from ..profiler import BatchError
@@ -21,12 +22,16 @@ from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
 from .finding.planning import silent
+from .pictures.tables import html_table
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _TOO_LARGE = "the unmodified model does not fit"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verification:
     """Hold what `verify` found.
 
@@ -74,6 +79,37 @@ class Verification:
     def within_budget(self) -> bool:
         """Return whether the measured peak is within the plan's budget, if it has one that can be compared."""
         return self.budget_bytes is None or self.ranks > 1 or self.measured_peak_bytes <= self.budget_bytes
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a figure: `predicted`, `measured`, `unplanned`; bytes, and shares of the unplanned time."""
+        rows = {
+            "peak_bytes": (self.predicted_peak_bytes, self.measured_peak_bytes, self.unplanned_measured_peak_bytes),
+            "added_time": (self.predicted_overhead, self.measured_overhead, None),
+        }
+        columns = ["predicted", "measured", "unplanned"]
+        return pd.DataFrame.from_dict(rows, orient="index", columns=columns).astype("Float64")
+
+    def plot(self, *, title: str = "") -> Figure:
+        """Draw what was predicted beside what was measured; see `promises_kept`."""
+        from .pictures.verified import promises_kept
+
+        return promises_kept(self, title=title)
+
+    def __repr__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        peak, added = _bytes(self.measured_peak_bytes), _share(self.measured_overhead)
+        return f"<Verification: {verdict} against {self.against}, peak {peak}, added time {added}>"
+
+    def _repr_html_(self) -> str:
+        first, *others = str(self).splitlines()
+        unplanned = _bytes(self.unplanned_measured_peak_bytes)
+        rows = [
+            ("peak", _bytes(self.predicted_peak_bytes), _bytes(self.measured_peak_bytes), unplanned),
+            ("added time", _share(self.predicted_overhead), _share(self.measured_overhead), ""),
+        ]
+        remarks = [line for line in others if line.startswith(("NOT", "the unmodified"))]
+        header = ("", "predicted", "measured", "unplanned")
+        return html_table(first, header, rows, notes=remarks)
 
     def __str__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,6 +121,12 @@ class Profile(StepRecord):
     def __repr__(self) -> str:
         peak, step = f"{self.peak_bytes() / 2**20:,.1f} MiB", f"{self.step_ns / 1e6:,.1f} ms"
         return f"<Profile of {self.model} on {self.device}: peak {peak}, step {step}, {len(self.operators)} operators>"
+
+    def _repr_html_(self) -> str:
+        first, *others = str(self).splitlines()
+        table = self.alive_at_peak(5).assign(bytes=lambda frame: (frame["bytes"] / 2**20).map("{:,.1f} MiB".format))
+        below = "".join(f"<p>{escape(line)}</p>" for line in others)
+        return f"<p><b>{escape(first)}</b></p>{below}<p>The largest alive at the peak:</p>{table.to_html(index=False)}"
 
     def fixed_bytes(self) -> int:
         """Return what is alive throughout: parameters, buffers, batch, optimizer state, accumulated gradients."""

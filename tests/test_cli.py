@@ -104,7 +104,7 @@ def test_profile_shows_where_the_memory_is_and_writes_it(remat):
         "profile.json",
     )
     assert code == 0, err
-    assert re.search(r"activations saved for backward\s+[\d.]+ [KM]iB\s+\d+%", out)
+    assert re.search(r"activations kept for backward\s+[\d.]+ [KM]iB\s+\d+%", out)
     assert "estimate" in out
     assert json.loads(Path("profile.json").read_text())["model"] == "Sequential"
 

@@ -67,7 +67,7 @@ def test_the_table_marks_the_chosen_size_and_what_does_not_fit():
     assert len(lines) == 1 + len(searched().tried)
     assert [line.split()[0] for line in lines if line.endswith("<- chosen")] == [str(searched().size)]
     assert [line.split()[0] for line in lines if line.endswith("does not fit")] == ["8192"]
-    assert list(searched().frame()["size"]) == [64, 512, 1024, 8192]
+    assert list(searched().to_frame()["size"]) == [64, 512, 1024, 8192]
 
 
 def test_the_curve_has_units_and_the_budget():

@@ -44,15 +44,15 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
     axis = figure.subplots()
     unit, name = byte_unit(comparison.unplanned_peak_bytes)
     measured, covered = False, Counter[tuple[int, float]]()
-    for solver in reversed(comparison.solvers):
+    for number, solver in reversed(list(enumerate(comparison.solvers))):
         look = SOLVERS[solver]
         rows = comparison.feasible().query("solver == @solver")
-        _steps(axis, comparison, solver, look, unit)
+        _steps(axis, comparison, solver, look, unit, 14 + 6 * number)
         _rings(axis, rows, look, unit, covered)
         measured = _measured(axis, rows, look, unit) or measured
     for solver in comparison.solvers:
-        look, fits = SOLVERS[solver], (comparison.feasible()["solver"] == solver).any()
-        label = solver if fits else f"{solver}: no plan fits"
+        look, fits = SOLVERS[solver], comparison.feasible().query("solver == @solver")
+        label = solver if len(fits) else f"{solver}: no plan fits"
         axis.plot([], [], color=look.colour, marker=look.marker, markersize=7, markerfacecolor="none", label=label)
     if measured:
         axis.plot([], [], color=INK, marker="o", markersize=5, linestyle="none", label="filled: measured")
@@ -75,7 +75,7 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
     return figure
 
 
-def _steps(axis: Axes, comparison: Comparison, solver: str, look: Look, unit: int) -> None:
+def _steps(axis: Axes, comparison: Comparison, solver: str, look: Look, unit: int, size: int) -> None:
     """Draw a solver's steps, and the least peak it reached at their left."""
     steps = steps_of(comparison, solver)
     peaks, added = steps["peak_bytes"].to_numpy(dtype=float) / unit, 100 * steps["added"].to_numpy(dtype=float)
@@ -84,7 +84,7 @@ def _steps(axis: Axes, comparison: Comparison, solver: str, look: Look, unit: in
     least = comparison.least.get(solver)
     if least is not None and least.segments:
         at, height = (least.predicted_peak_bytes or 0) / unit, 100 * (least.predicted_overhead or 0.0)
-        axis.plot(at, height, color=look.colour, marker="|", markersize=16, markeredgewidth=2, linestyle="none")
+        axis.plot(at, height, color=look.colour, marker="|", markersize=size, markeredgewidth=2, linestyle="none")
 
 
 def _rings(axis: Axes, rows: pd.DataFrame, look: Look, unit: int, covered: Counter[tuple[int, float]]) -> None:

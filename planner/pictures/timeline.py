@@ -139,7 +139,7 @@ class Timeline:
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row a moment: `phase`, `module`, `end_ns`, and the bytes of each use, named as in the legend."""
-        starts = dict(map(reversed, self.phases()))
+        starts = {start: name for name, start in self.phases()}
         phase = pd.Series([starts.get(k) for k in range(len(self.modules))]).ffill()
         return pd.DataFrame({"phase": phase, "module": self.modules, "end_ns": self.ends_ns, **self.live})
 

@@ -6,34 +6,45 @@ import base64
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from io import BytesIO
+from datetime import UTC, datetime
 from pathlib import Path
-from platform import platform, python_version
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment
-from matplotlib.figure import Figure
+from markupsafe import Markup
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 
 from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
-from ..pictures.frontier import peak_against_overhead
-from ..pictures.memory import memory_over_time, module_memory
-from ..pictures.strip import plan_strip
+from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
 from ..pictures.timeline import memory_parts
 from ..plan import Plan
 from ..verify import Verification, verify
 from .factory import Subject
+from .machine import machine_words, versions
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Picture:
-    """An image to inline: what it shows, for readers who do not see it, and its bytes as a data address."""
-
-    alt: str
-    source: str
+SECTIONS = {
+    "memory": "Where the memory is",
+    "peak": "What the peak is",
+    "solvers": "Solvers compared",
+    "plan": "The plan",
+    "verification": "Verification",
+    "numbers": "How the numbers were obtained",
+}
+"""What a report holds: the name that a link ends with, and the heading."""
+_SORTED_BY = (
+    "solver",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "predicted_overhead",
+    "lower_bound_overhead",
+    "segments",
+)
+_SORTED_BY += ("solve_seconds", "status")
+"""What the columns of the table of solvers are sorted by."""
 
 
 def report_html(
@@ -41,14 +52,16 @@ def report_html(
     *,
     budget: int | str | None = None,
     subject: Subject | None = None,
+    command: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> str:
-    """Return the report as one HTML page: pictures and styles inline, nothing fetched.
+    """Return the report as one HTML page: pictures, styles and what draws them inline, nothing fetched.
 
     Args:
         comparison: What `compare` returned.
         budget: The budget whose best plan is shown; None takes the middle one of the comparison.
         subject: Model, batch and loss to verify the plan on; None leaves measuring out, and the report says so.
+        command: How it was asked for, for whoever wants to do it again.
         progress: Called with a few words before each phase.
 
     Raises:
@@ -64,13 +77,11 @@ def report_html(
     planner = comparison.planner
     unplanned, planned = planner.timeline(), planner.timeline(plan)
     say("drawing")
-    pictures = {
-        "modules": _picture(module_memory(planner.profile), "Bars of memory by module"),
-        "frontier": _picture(peak_against_overhead(comparison), "Peak memory against added time, by solver"),
-        "memory": _picture(
-            memory_over_time(unplanned, planned, budget_bytes=asked), "Memory over the step, without and with the plan"
-        ),
-        "strip": _picture(plan_strip(planner.profile, plan), "What the plan does to each stage"),
+    figures = {
+        "modules": module_memory(planner.profile),
+        "frontier": peak_against_overhead(comparison),
+        "memory": memory_over_time([("without checkpoints", unplanned), ("with the plan", planned)], asked),
+        "strip": plan_strip(planner.profile, plan),
     }
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -82,14 +93,21 @@ def report_html(
         asked=format_bytes(asked),
         comparison=comparison,
         header=table_header(),
-        rows=[table_cells(row) for row in comparison.frame.to_dict("records")],
+        rows=_rows(comparison),
         reasons=_reasons(comparison),
         parts=memory_parts(planner.profile),
         unplanned=unplanned,
         planned=planned,
-        pictures=pictures,
+        figures={name: _as_data(figure) for name, figure in figures.items()},
+        plotly=Markup(get_plotlyjs()),
+        sections=SECTIONS.items(),
+        titles=SECTIONS,
+        plan_data=base64.b64encode(plan.to_json().encode()).decode(),
         verification=verification,
-        versions=_versions(plan),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=command,
+        machine=machine_words(),
+        versions=versions(),
         format_bytes=format_bytes,
     )
 
@@ -100,6 +118,7 @@ def write_report(
     *,
     budget: int | str | None = None,
     subject: Subject | None = None,
+    command: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> None:
     """Write the report to a file, whole or not at all; see `report_html`.
@@ -109,6 +128,7 @@ def write_report(
         comparison: As for `report_html`.
         budget: As for `report_html`.
         subject: As for `report_html`.
+        command: As for `report_html`.
         progress: As for `report_html`.
 
     Raises:
@@ -116,7 +136,7 @@ def write_report(
         OSError: The file cannot be written.
     """
     target = Path(path)
-    page = report_html(comparison, budget=budget, subject=subject, progress=progress)
+    page = report_html(comparison, budget=budget, subject=subject, command=command, progress=progress)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -139,22 +159,24 @@ def _chosen(comparison: Comparison, budget: int | str | None) -> tuple[Plan, str
         return error.plan, str(error), limit
 
 
-def _picture(figure: Figure, alt: str) -> _Picture:
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return _Picture(alt=alt, source="data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+def _as_data(figure: Figure) -> Markup:
+    """Return a figure as JSON that can stand in a script element."""
+    figure.update_layout(template="none")
+    return Markup((figure.to_json() or "").replace("</", "<\\/"))
+
+
+def _rows(comparison: Comparison) -> list[list[tuple[str, Any]]]:
+    """Return the rows of the table of solvers: each cell for people, with what it is sorted by."""
+    records = comparison.frame.to_dict("records")
+    for record in records:
+        if record["status"] == "infeasible":
+            record["predicted_peak_bytes"] = record["least_peak_bytes"]
+    values = [[record[name] for name in _SORTED_BY] for record in records]
+    known = [["" if pd.isna(value) else value for value in row] for row in values]
+    cells = [table_cells(row) for row in comparison.frame.to_dict("records")]
+    return [list(zip(row, row_values, strict=True)) for row, row_values in zip(cells, known, strict=True)]
 
 
 def _reasons(comparison: Comparison) -> list[str]:
     infeasible = comparison.frame.query("status == 'infeasible'").sort_values(by="least_peak_bytes")
     return [str(note) for note in infeasible.drop_duplicates("budget_bytes")["note"]]
-
-
-def _versions(plan: Plan) -> dict[str, Any]:
-    found: dict[str, Any] = dict(plan.versions)
-    for package in ("numpy", "pulp", "highspy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"Python": python_version(), "platform": platform()}
