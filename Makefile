@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check bench gpu-check clean
+.PHONY: help demo test test-all check docs lessons bench gpu-check clean
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
@@ -18,6 +18,8 @@ help:
 	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in a few minutes'
 	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
 	@echo 'make test-all   the same with the sweeps that take long'
+	@echo 'make docs       build the documentation into site/'
+	@echo 'make lessons    run the notebooks and store what they show'
 	@echo 'make bench      run the benchmarks (hours), or one: make bench BENCHMARKS=accuracy'
 	@echo 'make gpu-check  compare predictions with a CUDA device, where there is one'
 	@echo 'make clean      remove .venv and everything built'
@@ -39,6 +41,12 @@ check: $(WHEEL)
 	$(BIN)/lint-imports
 	cd / && '$(CURDIR)/$(BIN)/python' -c 'import remat.planner as p; assert "site-packages" in p.__file__, p.__file__'
 
+docs: $(WHEEL)
+	$(BIN)/mkdocs build --strict
+
+lessons: $(WHEEL)
+	$(BIN)/python notebooks/run.py
+
 bench: $(WHEEL)
 	@for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py"; done
 
@@ -48,7 +56,7 @@ gpu-check: $(WHEEL)
 	else echo 'gpu-check: skipped, torch finds no CUDA device here; nothing was checked'; fi
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Libraries and tools, made anew when what they are made from changes.

@@ -10,17 +10,17 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.planner import Plan, apply, compare, draw, largest_batch, plan, verify
+    from remat.planner import Plan, apply, compare, largest_batch, plan, verify
     from remat.profiler import Profile, profile
 
     __version__: str
 
 _HOMES = {
-    **dict.fromkeys(("Plan", "apply", "compare", "draw", "largest_batch", "plan", "verify"), "remat.planner"),
+    **dict.fromkeys(("Plan", "apply", "compare", "largest_batch", "plan", "verify"), "remat.planner"),
     **dict.fromkeys(("Profile", "profile"), "remat.profiler"),
 }
 
-__all__ = ["Plan", "Profile", "__version__", "apply", "compare", "draw", "largest_batch", "plan", "profile", "verify"]
+__all__ = ["Plan", "Profile", "__version__", "apply", "compare", "largest_batch", "plan", "profile", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -124,7 +124,8 @@ class Profile(StepRecord):
 
     def _repr_html_(self) -> str:
         first, *others = str(self).splitlines()
-        table = self.alive_at_peak(5).assign(bytes=lambda frame: (frame["bytes"] / 2**20).map("{:,.1f} MiB".format))
+        table = self.alive_at_peak(5)
+        table["bytes"] = [f"{nbytes / 2**20:,.1f} MiB" for nbytes in table["bytes"]]
         below = "".join(f"<p>{escape(line)}</p>" for line in others)
         return f"<p><b>{escape(first)}</b></p>{below}<p>The largest alive at the peak:</p>{table.to_html(index=False)}"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from remat.planner import Planner, verify
+from remat.planner import PlanError, Planner, draw, verify
 from remat.planner.budget import format_bytes
 from remat.planner.pictures.frontier import peak_against_overhead, steps_of
 from remat.planner.pictures.memory import memory_over_time, module_memory
@@ -288,3 +288,27 @@ def test_a_colour_means_one_thing_in_all_pictures():
     for kind in ("colour", "marker", "symbol"):
         assert len({getattr(look, kind) for look in SOLVERS.values()}) == len(SOLVERS)
     assert set(SOLVERS) == set(REGISTERED)
+
+
+def test_values_show_themselves_in_short_in_notebooks_and_as_pictures():
+    comparison = small_comparison()
+    step = comparison.planner.session.step
+    found = verify(step.model, step.args, comparison.best("60%"), loss=step.loss, repeats=1)
+    profile = comparison.planner.profile
+    for value in (profile, comparison, found):
+        assert len(repr(value)) < 200
+        assert value._repr_html_().count("<table") == 1
+        assert len(value.to_frame()) > 0
+    for value in (profile, comparison, found, comparison.planner, comparison.planner.timeline()):
+        assert rendered(draw(value, title="As asked")).startswith(b"\x89PNG")
+    assert found.to_frame().loc["peak_bytes", "measured"] == found.measured_peak_bytes
+    assert str(profile.parts.parameters) not in repr(profile)
+    with pytest.raises(PlanError, match=r"planner\.plot\(plan\)"):
+        draw(comparison.best("60%"))
+
+
+def test_the_planner_draws_a_plan_over_time_and_over_stages():
+    comparison = small_comparison()
+    plan = comparison.best("60%")
+    assert len(comparison.planner.plot(plan).axes) == 2
+    assert len(comparison.planner.strip(plan).axes) == 3

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from .memory import byte_unit
 from .palette import INK, PALE, SOLVERS, Look
+from .picture import Picture
 
 if TYPE_CHECKING:
     from ..compare import Comparison
@@ -40,7 +41,7 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
         comparison: What `compare` returned.
         title: Above everything.
     """
-    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    figure = Picture(figsize=(7.5, 5.2), layout="constrained")
     axis = figure.subplots()
     unit, name = byte_unit(comparison.unplanned_peak_bytes)
     measured, covered = False, Counter[tuple[int, float]]()

@@ -96,7 +96,7 @@ def _chosen(timeline: Timeline) -> np.ndarray:
 def plan_strip(profile: Profile, plan: Plan) -> go.Figure:
     """Return what a plan does to each stage, above the bytes it saves and the time its forward takes."""
     table = plan_by_stage(profile, plan)
-    unit, name = byte_unit(int(table["saved_bytes"].max()))
+    unit, name = byte_unit(int(table["saved_bytes"].to_numpy().max()))
     figure: Any = make_subplots(3, 1, shared_xaxes=True, vertical_spacing=0.05, row_heights=[0.16, 0.42, 0.42])
     place = np.arange(len(table)) + 0.5
     segments = [f"segment {number + 1}" if number >= 0 else "no segment" for number in table["segment"]]
@@ -226,10 +226,10 @@ def _add_measured(figure: Any, rows: Any, look: Look, unit: int, shown: dict[str
 def module_memory(profile: Profile, *, rows: int = 24) -> go.Figure:
     """Return where the memory is: parameters, gradients, optimizer state and kept activations of each module."""
     table = memory_by_module(profile, rows)
-    unit, name = byte_unit(int(table[list(MODULE_COLUMNS)].sum(axis=1).max()))
+    unit, name = byte_unit(int(table[list(MODULE_COLUMNS)].to_numpy().sum(axis=1).max()))
     figure: Any = go.Figure()
     for column, use in MODULE_COLUMNS.items():
-        if table[column].any():
+        if table[column].to_numpy().any():
             figure.add_bar(
                 x=table[column] / unit,
                 y=table["module"],

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from .palette import INK, MEMORY
+from .picture import Picture
 from .stages import MODULE_COLUMNS, memory_by_module
 from .timeline import Timeline
 
@@ -37,7 +38,7 @@ def memory_over_time(
         title: Above everything.
     """
     steps = [("without checkpoints", unplanned)] + ([("with the plan", planned)] if planned is not None else [])
-    figure = Figure(figsize=(9.5, 1.1 + 3.3 * len(steps)), layout="constrained")
+    figure = Picture(figsize=(9.5, 1.1 + 3.3 * len(steps)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
     top = max(budget_bytes or 0, *(timeline.peak_bytes for _, timeline in steps))
     unit, name = byte_unit(top)
@@ -68,7 +69,7 @@ def module_memory(profile: Profile, *, rows: int = 20, title: str = "") -> Figur
         title: Above everything.
     """
     table = memory_by_module(profile, rows)
-    figure = Figure(figsize=(8.5, 1.4 + 0.28 * len(table)), layout="constrained")
+    figure = Picture(figsize=(8.5, 1.4 + 0.28 * len(table)), layout="constrained")
     axis = figure.subplots()
     unit, name = byte_unit(int(table[list(MODULE_COLUMNS)].sum(axis=1).max()) if len(table) else 1)
     left = np.zeros(len(table))

@@ -33,7 +33,7 @@ def memory_by_module(profile: Profile, rows: int = 20) -> pd.DataFrame:
         profile: The recorded step.
         rows: Most rows.
     """
-    empty = dict.fromkeys(("parameters", "gradients", "saved"), 0)
+    empty: dict[str, int] = dict.fromkeys(("parameters", "gradients", "saved"), 0)
     amounts: dict[str, dict[str, int]] = {}
     for column, path, nbytes in _owners(profile):
         amounts.setdefault(path, dict(empty))[column] += nbytes

@@ -13,6 +13,7 @@ from ..budget import format_bytes
 from ..plan import Plan
 from .memory import byte_unit
 from .palette import PALE, TREATMENTS
+from .picture import Picture
 from .stages import group_paths, plan_by_stage
 
 
@@ -25,7 +26,7 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
         title: Above everything.
     """
     table = plan_by_stage(profile, plan)
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure = Picture(figsize=(11, 5.6), layout="constrained")
     strip, saved, times = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.2, 2.2))
     _draw_strip(strip, table)
     saved_bytes = table["saved_bytes"].to_numpy(dtype=np.int64)
@@ -86,8 +87,9 @@ def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
 def _bars(axis: Axes, table: pd.DataFrame, heights: np.ndarray) -> None:
     for treatment, look in TREATMENTS.items():
         chosen = np.flatnonzero(table["treatment"].to_numpy() == treatment)
-        edges = {"hatch": look.hatch, "edgecolor": look.second, "linewidth": 0.3}
-        axis.bar(chosen, heights[chosen], width=1, align="edge", color=look.colour, **edges)
+        bars = axis.bar(chosen, heights[chosen], width=1, align="edge", color=look.colour, hatch=look.hatch)
+        for bar in bars:
+            bar.set(edgecolor=look.second, linewidth=0.3)
     axis.grid(axis="y", color=PALE, alpha=0.5)
     axis.set_axisbelow(True)
 

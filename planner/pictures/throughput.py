@@ -10,6 +10,7 @@ from matplotlib.ticker import StrMethodFormatter
 from ..budget import format_bytes
 from .memory import byte_unit
 from .palette import INK, MEMORY, PALE
+from .picture import Picture
 
 if TYPE_CHECKING:
     from ..largest_batch import BatchSearch
@@ -24,7 +25,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
         search: What `largest_batch` returned.
         title: Above everything.
     """
-    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    figure = Picture(figsize=(7.5, 6), layout="constrained")
     rates, peaks = figure.subplots(2, 1, sharex=True)
     fitting = [entry for entry in search.tried if entry.fits]
     best = search.best

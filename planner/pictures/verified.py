@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from ..budget import format_bytes
 from .memory import byte_unit
 from .palette import INK, MEMORY
+from .picture import Picture
 
 if TYPE_CHECKING:
     from ..verify import Verification
@@ -23,7 +24,7 @@ def promises_kept(verification: Verification, *, title: str = "") -> Figure:
         title: Above everything.
     """
     found = verification
-    figure = Figure(figsize=(8, 3), layout="constrained")
+    figure = Picture(figsize=(8, 3), layout="constrained")
     peaks, times = figure.subplots(1, 2, width_ratios=(3, 2))
     bytes_of = {
         "without checkpoints,\nmeasured": found.unplanned_measured_peak_bytes,

@@ -42,8 +42,9 @@ _SORTED_BY = (
     "predicted_overhead",
     "lower_bound_overhead",
     "segments",
+    "solve_seconds",
+    "status",
 )
-_SORTED_BY += ("solve_seconds", "status")
 """What the columns of the table of solvers are sorted by."""
 
 
