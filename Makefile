@@ -42,7 +42,7 @@ check: $(WHEEL)
 	cd / && '$(CURDIR)/$(BIN)/python' -c 'import remat.planner as p; assert "site-packages" in p.__file__, p.__file__'
 
 docs: $(WHEEL)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lessons: $(WHEEL)
 	$(BIN)/python notebooks/run.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -228,7 +229,10 @@ def report_command(
         subject, budget, solver, optimizer, accumulation, drops_output, units, ranks, False, time_limit
     )
     with show.progress(_err) as say:
-        write_report(out, comparison, budget=show_budget, subject=subject if measure else None, progress=say)
+        command = shlex.join(["remat", *sys.argv[1:]])
+        write_report(
+            out, comparison, budget=show_budget, subject=subject if measure else None, command=command, progress=say
+        )
     _out.print(f"wrote {out}", markup=False)
 
 
