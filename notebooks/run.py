@@ -50,6 +50,8 @@ def _words(output: nbformat.NotebookNode) -> str:
 
 def _without_numbers(text: str) -> str:
     """Leave out numbers with their signs and units, spaces, and a solver's status, which hangs on its time."""
+    # pandas names its styled tables by chance.
+    text = re.sub(r"T_[0-9a-f]{5}", "T", text)
     text = re.sub(r"[-+]?\d[\d,.]*(?:e-?\d+)?", "#", text)
     text = re.sub(r"\b(?:optimal|feasible|time[ _]limit)\b|\b[KMG]iB\b", "", text)
     return re.sub(r"\s+", " ", text)
