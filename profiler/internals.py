@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
-from torch.optim import optimizer as _optimizers
 from torch.utils import _foreach_utils
 
 # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+# Its package does not type it as a member, so it is imported by name.
+_optimizers: Any = import_module("torch.optim.optimizer")
 
 __all__ = [
     "FakeTensor",
