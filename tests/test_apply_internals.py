@@ -119,3 +119,26 @@ def test_settings_of_accelerators_come_back():
         finally:
             bring_back(before)
         assert read() == before
+
+
+def test_a_region_tells_what_it_saved_and_its_replay_can_start_anew():
+    seen, told = [], []
+
+    def body(x):
+        seen.append(internals.TorchReplay() if told else internals.tensors_saved_in_forward())
+        y = x.sin().exp()
+        if len(seen) == 2:
+            told.append(seen[1].saved)
+            seen[1].again((x,))
+        return y
+
+    def forward(x):
+        y = body(x)
+        told.append(len(seen[0]))
+        return y
+
+    x = torch.rand(4, requires_grad=True)
+    checkpoint.checkpoint(lambda x: body(x) if told else forward(x), x, use_reentrant=False).sum().backward()
+    # Both tensors are saved in forward; the replay is stopped at the second one, so it starts anew from a body's start.
+    assert told[0] == 2
+    assert torch.equal(x.grad, (x.sin().exp() * x.cos()).detach())

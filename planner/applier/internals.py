@@ -6,6 +6,7 @@ Last checked with torch 2.13. tests/test_apply_internals.py says what is relied 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Generator
 from operator import call, methodcaller
@@ -25,11 +26,13 @@ from torch.utils import checkpoint
 OPERATOR_TYPES = (OpOverload, HigherOrderOperator)
 # What a module's __call__ looks up on the instance and calls, with all hooks inside.
 CALL_METHOD = "_call_impl"
-# In what selective checkpointing raises where a replay runs operators that forward did not.
-UNSEEN_OPERATOR = "not found in storage"
 # What torch.nn.DataParallel calls on every module to copy it to another device.
 REPLICATE_METHOD = "_replicate_for_data_parallel"
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+# How torch ends a replay once it has all that backward needs.
+StopReplay = checkpoint._StopRecomputationError
+# Detaches a tensor in a dispatch mode so that the result can be handed out as an operator's output.
+detached: Callable[[torch.Tensor], torch.Tensor] = checkpoint._detach_helper
 
 
 def checkpoint_generator(
@@ -43,6 +46,46 @@ def checkpoint_generator(
     return checkpoint._checkpoint_without_reentrant_generator(
         function, True, context_fn, "default", False, early_stop, *inputs
     )
+
+
+def tensors_saved_in_forward() -> list[Any]:
+    """Return the list that grows with each tensor saved in the innermost region, just entered."""
+    return _held_by_pack_hook()["frame"].weak_holders
+
+
+class TorchReplay:
+    """torch's innermost replay, just begun."""
+
+    __slots__ = ("_frame", "_graph")
+
+    def __init__(self) -> None:
+        held = _held_by_pack_hook()
+        self._frame = held["target_frame_ref"]()
+        self._graph = held["gid"]
+
+    @property
+    def saved(self) -> int:
+        """Return how many tensors were saved again so far."""
+        return self._frame.recomp_counter[self._graph]
+
+    def again(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Forget what was saved again so far and start from the beginning, random states and autocast included."""
+        frame, graph = self._frame, self._graph
+        frame.recomp_counter[graph] = 0
+        frame.recomputed.pop(graph, None)
+        for reference in frame.weak_holders:
+            holder = reference()
+            if holder is not None:
+                holder.handles.pop(graph, None)
+        frame.recompute_fn(*inputs)
+
+
+def _held_by_pack_hook() -> dict[str, Any]:
+    hooks = top_hooks()
+    assert hooks is not None
+    # Where the compiler is told to leave the hook alone, it is behind a wrapper.
+    pack = inspect.unwrap(hooks[0])
+    return {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -10,7 +10,6 @@ import torch
 
 from ..errors import ApplyError, ReplayStateError
 from .internals import (
-    UNSEEN_OPERATOR,
     ambient_settings,
     buffers_of,
     checkpoint_generator,
@@ -18,6 +17,7 @@ from .internals import (
     set_ambient,
     versions_of,
 )
+from .keeping import Take
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
 from .session import Segment, Session, Sessions
 from .state import State
@@ -35,7 +35,7 @@ class Region:
 
     __slots__ = (
         *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures"),
-        *("_state", "_told", "_versions", "outer", "segment", "session", "sessions"),
+        *("_state", "_take", "_told", "_versions", "outer", "segment", "session", "sessions"),
     )
 
     def __init__(self, sessions: Sessions, session: Session, segment: Segment, inputs: Inputs) -> None:
@@ -48,6 +48,7 @@ class Region:
         self._state: State | None = None
         self._held: list[torch.Tensor] = []
         self._generator: Generator[None, None, None] | None = None
+        self._take: Take | None = None
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Run the segment once more from its inputs' tensors."""
@@ -101,9 +102,9 @@ class Region:
             generator.close()
 
     def _contexts(self) -> tuple[Any, Any]:
-        session, save = self.session, self.segment.save
-        assert save is not None
-        return save.contexts(session)
+        assert self.segment.save is not None
+        keep, self._take = self.segment.save.contexts(self.sessions)
+        return keep, self._take
 
     def _check_inputs(self, inputs: Inputs) -> None:
         where = self.segment.where
@@ -148,16 +149,10 @@ class Region:
             if originals:
                 for (module, name), value in zip(buffers, self._clone(self._held), strict=True):
                     buffers_of(module)[name] = value
-            self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
-        except RuntimeError as error:
-            if self.segment.save is None or UNSEEN_OPERATOR not in str(error):
-                raise
-            raise ReplayStateError(
-                f"segment {self.segment.where}: its replay runs operators that its forward did not, so what it keeps "
-                f"cannot be told apart ({error}) Under autocast, weights that an earlier forward cast in the same "
-                "context are not cast again: enter autocast anew for every forward, pass it cache_enabled=False, or "
-                "plan with save_sets=False"
-            ) from error
+            if self._take is None:
+                self._run_again(*tensors)
+            else:
+                self._take.run(self._run_again, tensors)
         finally:
             for module, name, value in originals:
                 buffers_of(module)[name] = value
@@ -166,8 +161,10 @@ class Region:
             if flags != self._flags:
                 _set_flags(self.segment, flags)
 
+    def _run_again(self, *tensors: torch.Tensor) -> None:
+        self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
+
     def _clone(self, values: list[Any]) -> list[torch.Tensor]:
-        # Forward and replay both clone inside the region, so torch's own operator counts stay in step.
         if any(value is None for value in values):
             names = ", ".join(name for _, name in self.segment.buffers)
             raise ApplyError(

@@ -1,8 +1,10 @@
-"""Tell torch's selective checkpointing which operator calls of a segment to keep."""
+"""Say which operator calls of a segment to keep, to the region that runs it and to the compiler that traces it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,68 +13,97 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..errors import ApplyError
 from ..plan import SavedOperator
 from .internals import OPERATOR_TYPES
+from .keeping import Indices, Keep, Kept, Take
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .session import Sessions
 
-
-Kept = tuple[tuple[str, tuple[int, ...]], ...]
+Names = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class SaveSet:
-    """Make the two contexts of one region: keep the n-th calls of the named operators, replay everything else.
+    """Make the two contexts of each run of a segment: keep the n-th calls of the named operators, replay all else.
 
     Attributes:
-        kept: Pairs of an operator's name and the sorted indices of the calls kept.
+        names: Pairs of an operator's name and the sorted indices of the calls kept.
     """
 
-    __slots__ = ("kept",)
+    __slots__ = ("_runs", "_told", "_where", "names")
 
     def __init__(self, operators: Iterable[SavedOperator], where: str) -> None:
         kept: dict[str, set[int]] = {}
         for saved in operators:
-            _resolve(saved.operator, where)
+            if _find(saved.operator) is None:
+                raise ApplyError(
+                    f"segment {where}: the save set names operator {saved.operator!r}, which this torch does not "
+                    "have; expected a name like 'aten.addmm.default'; import the library that defines it, or plan again"
+                )
             kept.setdefault(saved.operator, set()).add(saved.index)
-        self.kept = tuple((name, tuple(sorted(indices))) for name, indices in kept.items())
+        self.names: Names = tuple((name, tuple(sorted(indices))) for name, indices in kept.items())
+        self._where = where
+        self._runs = 0
+        self._told = False
 
-    def contexts(self, session: Session) -> tuple[Any, Any]:
-        """Return the forward and the replay context of one region; operators the session marks are not counted."""
-        return create_selective_checkpoint_contexts(_Policy(self.kept, session))
+    def contexts(self, sessions: Sessions) -> tuple[Keep, Take]:
+        """Return the forward and the replay context of one region."""
+        self._runs += 1
+        indices, kept = _indices(self.names), Kept()
+        return Keep(sessions, indices, kept), Take(sessions, indices, kept, _nothing if self._runs == 1 else self._tell)
+
+    def _tell(self) -> None:
+        """Warn, once, of a replay that could not use what was kept.
+
+        In a segment's first run that is expected: what code makes at its first use it does not make again.
+        """
+        if self._told:
+            return
+        self._told = True
+        names = ", ".join(name for name, _ in self.names)
+        warnings.warn(
+            f"segment {self._where}: its replay made other calls of {names} than its forward, so that what was kept "
+            "could not be told apart and everything was computed again. Gradients are exact, but such a step takes "
+            "longer, and its peak may be above the promised one. Where this comes at every step (is something made in "
+            "forward and kept?) plan with save_sets=False; this is said once",
+            stacklevel=2,
+        )
 
 
-def traced_contexts(kept: Kept) -> tuple[Any, Any]:
-    """Return the two contexts of one region that the compiler traces."""
-    return create_selective_checkpoint_contexts(_Policy(kept, None))
+def _nothing() -> None:
+    pass
+
+
+def traced_contexts(names: Names) -> tuple[Any, Any]:
+    """Return the two contexts of one region that the compiler traces: torch's own, which it knows."""
+    return create_selective_checkpoint_contexts(_Policy(_indices(names)))
 
 
 class _Policy:
-    __slots__ = ("_counts", "_kept", "_session")
+    __slots__ = ("_counts", "_kept")
 
-    def __init__(self, kept: Kept, session: Session | None) -> None:
-        self._kept = {_resolve(name, ""): frozenset(indices) for name, indices in kept}
-        self._counts = dict.fromkeys(self._kept, 0)
-        self._session = session
+    def __init__(self, kept: Indices) -> None:
+        self._kept = kept
+        self._counts = dict.fromkeys(kept, 0)
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = self._kept.get(operator)
-        if kept is None or (self._session is not None and self._session.uncounted):
+        if kept is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = self._counts[operator]
         self._counts[operator] = index + 1
         return CheckpointPolicy.MUST_SAVE if index in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _resolve(name: str, where: str) -> Any:
-    parts = name.split(".") if "." in name else ["higher_order", name]
+@cache
+def _indices(names: Names) -> Indices:
+    return {_find(name): frozenset(indices) for name, indices in names}
+
+
+def _find(name: str) -> Any:
+    """Return the operator of a name; None where there is none."""
+    found: Any = torch.ops
     try:
-        found: Any = torch.ops
-        for part in parts:
+        for part in name.split(".") if "." in name else ("higher_order", name):
             found = getattr(found, part)
     except (AttributeError, RuntimeError):
-        found = None
-    if not isinstance(found, OPERATOR_TYPES):
-        raise ApplyError(
-            f"segment {where}: the save set names operator {name!r}, which this torch does not have; "
-            "expected a name like 'aten.addmm.default'; import the library that defines it, or plan again"
-        )
-    return found
+        return None
+    return found if isinstance(found, OPERATOR_TYPES) else None

@@ -50,7 +50,7 @@ class TracedCall:
         self.draws = segment.watched.reads.mentions(_RANDOM)
         self.options: dict[str, Any] = {"early_stop": segment.early_stop}
         if segment.save is not None:
-            self.options["context_fn"] = functools.partial(traced_contexts, segment.save.kept)
+            self.options["context_fn"] = functools.partial(traced_contexts, segment.save.names)
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the forward's output."""
