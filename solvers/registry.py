@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from . import auto, every_block, greedy, keep_everything, sqrt, uniform
+from . import auto, baselines
 from .chain import dp, dp_nested
 from .integer import ilp
 from .problem import Problem
@@ -24,11 +24,11 @@ class Solver(Protocol):
 
 
 SOLVERS: dict[str, Solver] = {
-    "none": keep_everything.solve,
-    "all": every_block.solve,
-    "uniform": uniform.solve,
-    "sqrt": sqrt.solve,
-    "greedy": greedy.solve,
+    "none": baselines.none,
+    "all": baselines.every_block,
+    "uniform": baselines.uniform,
+    "sqrt": baselines.sqrt,
+    "greedy": baselines.greedy,
     "dp": dp.solve,
     "dp_nested": dp_nested.solve,
     "ilp": ilp.solve,

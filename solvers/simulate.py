@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .plan_check import check_plan
 from .problem import Problem, Segment
-from .tables import IntArray, Peak, Tables, tables_of
+from .tables import IntArray, Peak, Tables, alive_bytes, tables_of
 
 _BoolArray = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
@@ -28,13 +28,11 @@ class Moment:
     Attributes:
         phase: "forward", "replay" or "backward".
         stage: The stage that runs.
-        depth: How many replays are open around it: 0 at the top level.
         nbytes: Everything alive, fixed bytes included.
     """
 
     phase: str
     stage: int
-    depth: int
     nbytes: int
 
 
@@ -79,17 +77,18 @@ def simulate(problem: Problem, segments: tuple[Segment, ...], *, trace: bool = T
     tables = tables_of(problem)
     check_plan(tables, segments)
     added = sum(added_ns(tables, segment) for segment in segments)
+    always = problem.fixed_bytes - tables.raised_bytes
     peak = _top_peak(tables, segments)
     moments: tuple[Moment, ...] = ()
     if trace:
         moments = tuple(
-            Moment(phase=phase, stage=stage, depth=depth, nbytes=problem.fixed_bytes + nbytes)
-            for phase, stage, depth, nbytes in _top_moments(tables, segments)
+            Moment(phase=phase, stage=stage, nbytes=always + nbytes)
+            for phase, stage, nbytes in _top_moments(tables, segments)
         )
-    if peak.nbytes + problem.fixed_bytes < problem.floor_bytes:
-        peak = Peak(problem.floor_bytes - problem.fixed_bytes, "floor", -1)
+    if peak.nbytes + always < problem.floor_bytes:
+        peak = Peak(problem.floor_bytes - always, "floor", -1)
     return Simulation(
-        peak_bytes=peak.nbytes + problem.fixed_bytes,
+        peak_bytes=peak.nbytes + always,
         added_ns=added,
         phase=peak.phase,
         stage=peak.stage,
@@ -114,7 +113,8 @@ def replay_ns(tables: Tables, start: int, stop: int, keep: tuple[int, ...]) -> i
 def segment_peak(tables: Tables, segment: Segment) -> Peak:
     """Return a segment's largest replay or backward moment, above fixed bytes and all that its backward starts on.
 
-    What it starts on is what earlier items hold, what outlives the forward, and the segment's inputs.
+    What it starts on is what earlier items hold, what outlives the forward, and the segment's inputs. Like all bytes of
+    the tables it is raised by `Tables.raised_bytes`, so it is never negative.
     """
     known = tables.peaks.get(segment)
     if known is not None:
@@ -143,7 +143,7 @@ def inner_moments(tables: Tables, segment: Segment) -> tuple[IntArray, int]:
 
 def _top_peak(tables: Tables, segments: tuple[Segment, ...]) -> Peak:
     level = _level(tables, 0, tables.stage_count, segments, (0, len(tables.weight)), ())
-    forward = level.alive + tables.forward_extra + tables.outliving_forward
+    forward = level.alive + tables.forward_extra + tables.top_forward
     offset = int(forward.argmax())
     backward = _backward_peak(tables, level, 0, tables.stage_count, segments)
     backward = backward._replace(nbytes=backward.nbytes + tables.outliving_bytes)
@@ -182,12 +182,9 @@ def _level(
         ranks = np.array(kept) - first
         birth[ranks] = 0
         death[ranks] = length
-    alive = np.cumsum(
-        np.bincount(birth, weights=weight, minlength=length + 1)
-        - np.bincount(death, weights=weight, minlength=length + 1)
-    )[:length]
+    alive = alive_bytes(birth, death, weight, length)
     held = np.bincount(least_hold[is_held] - start, weights=weight[is_held], minlength=length).cumsum()
-    return _Level(alive.astype(np.int64), held.astype(np.int64), is_kept)
+    return _Level(alive, held.astype(np.int64), is_kept)
 
 
 def _replay(tables: Tables, segment: Segment, level: _Level) -> IntArray:
@@ -214,32 +211,32 @@ def _backward_peak(tables: Tables, level: _Level, start: int, stop: int, childre
     return peak
 
 
-_Plain = tuple[str, int, int, int]
+_Plain = tuple[str, int, int]
 
 
 def _top_moments(tables: Tables, segments: tuple[Segment, ...]) -> Iterator[_Plain]:
     count = tables.stage_count
     level = _level(tables, 0, count, segments, (0, len(tables.weight)), ())
-    forward = level.alive + tables.forward_extra + tables.outliving_forward
+    forward = level.alive + tables.forward_extra + tables.top_forward
     for stage in range(count):
-        yield "forward", stage, 0, int(forward[stage])
-    yield from _backward_moments(tables, level, 0, count, segments, tables.outliving_bytes, 0)
+        yield "forward", stage, int(forward[stage])
+    yield from _backward_moments(tables, level, 0, count, segments, tables.outliving_bytes)
 
 
 def _backward_moments(
-    tables: Tables, level: _Level, start: int, stop: int, children: tuple[Segment, ...], base: int, depth: int
+    tables: Tables, level: _Level, start: int, stop: int, children: tuple[Segment, ...], base: int
 ) -> Iterator[_Plain]:
     by_last = {child.stop - 1: child for child in children}
     stage = stop - 1
     while stage >= start:
         child = by_last.get(stage)
         if child is None:
-            yield "backward", stage, depth, base + int(level.held[stage - start] + tables.backward_extra[stage])
+            yield "backward", stage, base + int(level.held[stage - start] + tables.backward_extra[stage])
             stage -= 1
             continue
         inner_base = base + _base(tables, level, start, child)
         inner = _inner_level(tables, child)
         for offset, nbytes in enumerate(_replay(tables, child, inner)):
-            yield "replay", child.start + offset, depth + 1, inner_base + int(nbytes)
-        yield from _backward_moments(tables, inner, child.start, child.stop, child.children, inner_base, depth + 1)
+            yield "replay", child.start + offset, inner_base + int(nbytes)
+        yield from _backward_moments(tables, inner, child.start, child.stop, child.children, inner_base)
         stage = child.start - 1

@@ -2,6 +2,10 @@
 
 Tensors are renumbered by producer here, so that what an interval of stages produces is one slice. Tensors that
 outlive the forward are counted by every plan alike; they have weight 0 in `weight` and their own sums.
+
+Extras may be negative in a problem, never here: every moment of every plan is raised by the same `raised_bytes`, and so
+is the room (`room_bytes`). Each moment counts one backward extra, or one forward extra together with the entry extra
+of the segment that is replayed, or at the top level with `top_forward`; so raising is a constant on each kind.
 """
 
 from __future__ import annotations
@@ -29,6 +33,13 @@ class Peak(NamedTuple):
     stage: int
 
 
+def alive_bytes(birth: IntArray, death: IntArray, weight: IntArray, length: int) -> IntArray:
+    """Return the bytes that are alive at each of `length` moments: born by then and not yet dead."""
+    born = np.bincount(birth, weights=weight, minlength=length + 1)
+    dead = np.bincount(death, weights=weight, minlength=length + 1)
+    return np.cumsum(born - dead)[:length].astype(np.int64)
+
+
 class Tables:
     """Hold arrays over stages and tensors of one problem; whatever depends on budget, fixed or floor is left out."""
 
@@ -47,7 +58,6 @@ class Tables:
         self.weight = np.where(outlives, 0, nbytes)
         self.outliving_bytes = int(nbytes[outlives].sum())
         made = np.bincount(np.maximum(self.producer[outlives], 0), weights=nbytes[outlives], minlength=count)
-        self.outliving_forward: IntArray = np.cumsum(made).astype(np.int64)
         # Tensors made by stages before `stage` are those below `first_made[stage + 1]`; producer -1 comes first.
         self.first_made = [int(index) for index in np.searchsorted(self.producer, np.arange(-1, count + 1))]
 
@@ -63,9 +73,20 @@ class Tables:
             for stage in tensor.consumers:
                 self.reads[stage].append(rank)
 
-        self.forward_extra = np.array([stage.forward_extra_bytes for stage in problem.stages], dtype=np.int64)
-        self.backward_extra = np.array([stage.backward_extra_bytes for stage in problem.stages], dtype=np.int64)
-        self.entry_extra = np.array([stage.entry_extra_bytes for stage in problem.stages], dtype=np.int64)
+        forward = np.array([stage.forward_extra_bytes for stage in problem.stages], dtype=np.int64)
+        backward = np.array([stage.backward_extra_bytes for stage in problem.stages], dtype=np.int64)
+        entry = np.array([stage.entry_extra_bytes for stage in problem.stages], dtype=np.int64)
+        forward_raised = max(0, -int(forward.min()))
+        self.raised_bytes = max(0, -int(backward.min()), forward_raised - int(entry.min()))
+        self.forward_extra: IntArray = forward + forward_raised
+        self.backward_extra: IntArray = backward + self.raised_bytes
+        self.entry_extra: IntArray = entry + (self.raised_bytes - forward_raised)
+        # What a forward moment of the top level counts beside its tensors and its extra, by stage.
+        self.top_forward: IntArray = np.cumsum(made).astype(np.int64) + (self.raised_bytes - forward_raised)
+        # By stage: its extra, and the tensors in use as it runs forward though nobody holds them.
+        self.in_use: IntArray = self.forward_extra + alive_bytes(
+            np.maximum(self.producer, 0), np.minimum(self.last_alive, count - 1) + 1, self.weight, count
+        )
         # last_saver[stop]: the last stage before `stop` that saves a tensor, or -1.
         self.last_saver = [-1]
         for stage in range(count):
@@ -95,9 +116,9 @@ class Tables:
         ranks = {rank for operator in keep for rank in self.operator_outputs[operator]}
         return tuple(rank for rank in ranks if self.weight[rank])
 
-    def least_extra(self) -> int:
-        """Return the least that any backward or replay moment adds to the tensors: negative where some do."""
-        return min(0, int(self.backward_extra.min()), int(self.forward_extra.min() + self.entry_extra.min()))
+    def room_bytes(self, problem: Problem, total_bytes: int) -> int:
+        """Return the room that moments have here where the whole step has so many bytes."""
+        return total_bytes - problem.fixed_bytes + self.raised_bytes
 
     def total(self, ranks: tuple[int, ...]) -> int:
         """Return the bytes of tensors, none named twice."""

@@ -113,7 +113,7 @@ def test_a_chain_with_room_for_its_input_and_two_more_costs_quadratic_time():
 def test_on_random_chains_and_graphs_it_equals_exhaustive_search():
     rng = np.random.default_rng(40)
     solved = added = 0
-    for number in range(60):
+    for number in range(90):
         make = random_chain if number % 2 else random_graph
         problem = make(rng, int(rng.integers(2, 5)))
         if len(problem.tensors) > 9:

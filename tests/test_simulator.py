@@ -27,6 +27,22 @@ def test_every_plan_costs_what_the_naive_simulator_says(make):
     assert depths == {0, 1, 2, 3}
 
 
+def test_negative_extras_are_raised_once_and_every_plan_keeps_its_price():
+    rng = np.random.default_rng(4)
+    raised = 0
+    for _ in range(500):
+        make = random_chain if rng.random() < 0.5 else random_graph
+        problem = with_negative_extras(rng, make(rng, int(rng.integers(1, 8))))
+        tables = tables_of(problem)
+        assert min(tables.forward_extra.min(), tables.backward_extra.min(), tables.entry_extra.min()) >= 0
+        raised += tables.raised_bytes > 0
+        segments = random_plan(rng, problem)
+        price = simulate(problem, segments, trace=False)
+        assert (price.peak_bytes, price.added_ns) == naive_price(problem, segments)
+        assert all(segment_peak(tables, item).nbytes >= 0 for root in segments for item in root.walk())
+    assert raised > 400
+
+
 def test_the_moments_listed_hold_the_peak_and_its_place():
     rng = np.random.default_rng(2)
     for _ in range(200):

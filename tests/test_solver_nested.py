@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from remat.solvers import BudgetTooSmallError, Status
-from remat.solvers.chain import dp, dp_nested
+from remat.solvers.chain import dp, dp_nested, nested_graph
 from remat.solvers.chain.save_options import save_options
 
 from .instances import random_chain, random_graph, with_budget, with_negative_extras
@@ -60,20 +60,34 @@ def test_it_is_never_worse_than_one_level_however_coarse_its_units(monkeypatch):
     assert better > 0
 
 
-def test_with_negative_extras_it_is_safe_and_never_worse_than_one_level():
+def test_with_negative_extras_it_is_proven_optimal_too():
     rng = np.random.default_rng(33)
-    solved = 0
-    for _ in range(100):
-        problem = with_negative_extras(rng, random_graph(rng, 5, every=True))
-        oracle = nested_oracle(problem, {}, 1)
-        peaks = [peak for peak, _ in oracle.priced]
-        problem = with_budget(rng, problem, min(peaks), max(peaks))
+    nested = sum(
+        _agrees(rng, with_negative_extras(rng, random_chain(rng, int(rng.integers(2, 6)))), 5) for _ in range(100)
+    )
+    assert nested > 5
+
+
+def test_however_coarse_its_units_its_bound_is_below_every_tree_and_often_proves_the_plan(monkeypatch):
+    monkeypatch.setattr(dp_nested, "UNITS", 8)
+    monkeypatch.setattr(nested_graph, "MOST_TRADES", 2)
+    rng = np.random.default_rng(34)
+    proven = coarse = 0
+    for number in range(120):
+        problem = random_chain(rng, 5) if number % 2 else random_graph(rng, 4, every=True)
+        if rng.random() < 0.4:
+            problem = with_negative_extras(rng, problem)
+        oracle = nested_oracle(problem, save_options(problem), 4)
+        peaks = sorted(peak for peak, _ in oracle.priced)
+        problem = with_budget(rng, problem, peaks[0], peaks[len(peaks) // 4])
         try:
-            flat = dp.solve(problem)
+            solution = dp_nested.solve(problem)
         except BudgetTooSmallError:
             continue
-        nested = dp_nested.solve(problem)
-        assert nested.peak_bytes <= problem.budget_bytes
-        assert nested.added_ns <= flat.added_ns
-        solved += 1
-    assert solved > 50
+        best = oracle.least_added(problem.budget_bytes)
+        assert 0 < solution.lower_bound_ns <= best <= solution.added_ns or best == 0
+        assert (solution.status is Status.OPTIMAL) == (solution.lower_bound_ns == solution.added_ns)
+        coarse += "units of" in solution.note
+        proven += "units of" in solution.note and solution.status is Status.OPTIMAL
+    assert coarse > 40
+    assert proven > 20

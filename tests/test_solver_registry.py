@@ -41,6 +41,8 @@ def test_no_plan_is_over_its_budget_and_every_price_is_the_simulators(name):
     solved = 0
     for _ in range(25):
         problem = _random_problem(rng)
+        if rng.random() < 0.3:
+            problem = replace(problem, budget_bytes=simulate(problem, ()).peak_bytes)
         solution = _try(name, problem)
         if solution is None:
             continue
@@ -53,7 +55,7 @@ def test_no_plan_is_over_its_budget_and_every_price_is_the_simulators(name):
         if solution.status is Status.OPTIMAL:
             assert solution.gap == 0.0
         assert solution.wall_ns > 0
-    assert solved >= 1
+    assert solved > 3
 
 
 @pytest.mark.parametrize("name", SOLVERS)

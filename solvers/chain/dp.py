@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from .. import greedy, sqrt, uniform
+from ..baselines import greedy, sqrt, uniform
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
 from ..simulate import simulate
 from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
 from .labels import LabelSearch
-from .retention_graph import PINNED_NOTE, RetentionGraph, retention_graph
+from .least_peak import least_peak_plan
+from .retention_graph import PINNED_NOTE, retention_graph
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0, save_sets: bool = True) -> Solution:
@@ -43,19 +44,20 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     note = ""
     if graph.pinned:
         note = PINNED_NOTE.format(count=graph.pinned.bit_count())
-    path = None
+    path, search = None, LabelSearch(graph, tables)
     if problem.floor_bytes <= problem.budget_bytes:
-        room = problem.budget_bytes - problem.fixed_bytes
-        path = LabelSearch(graph, tables, room).cheapest(gap=gap, deadline=deadline)
+        path = search.cheapest(tables.room_bytes(problem, problem.budget_bytes), gap=gap, deadline=deadline)
     if path is None:
-        segments = _least_peak_plan(problem, graph)
+        segments = least_peak_plan(problem, search, graph.segments)
         solution = make_solution(problem, segments, solver="dp", started_ns=started, note=note)
+        if solution.peak_bytes <= problem.budget_bytes:  # Pinning overstates a plan in the graph, not in its price.
+            return solution
         raise BudgetTooSmallError(problem, solution)
     status = Status.OPTIMAL if path.bound_ns == path.added_ns else Status.FEASIBLE
     bound = path.bound_ns
     if graph.pinned:
         status, bound = Status.FEASIBLE, 0
-    segments = segments_of(graph, path.edges)
+    segments = graph.segments(path.edges)
     if not path.finished:
         status = Status.TIME_LIMIT
         note = f"{note}; " * bool(note) + f"stopped at the time limit of {limit_s:g} s"
@@ -76,34 +78,5 @@ def _cheapest(problem: Problem, segments: tuple[Segment, ...]) -> tuple[Segment,
     plans = [segments]
     for heuristic in (sqrt, greedy, uniform):
         with suppress(BudgetTooSmallError):
-            plans.append(heuristic.solve(problem).segments)
+            plans.append(heuristic(problem).segments)
     return min(plans, key=lambda plan: simulate(problem, plan, trace=False).added_ns)
-
-
-def segments_of(graph: RetentionGraph, edges: list[int]) -> tuple[Segment, ...]:
-    """Return the segments on a path."""
-    items = [graph.items[edge] for edge in edges]
-    return tuple(item for item in items if item is not None)
-
-
-def _least_peak_plan(problem: Problem, graph: RetentionGraph) -> tuple[Segment, ...]:
-    """Return the plan of the least peak: the cheapest that fits the least budget any plan fits, by bisection."""
-    tables = tables_of(problem)
-    path = LabelSearch(graph, tables, _no_limit(graph)).smallest()
-    assert path is not None
-    best = segments_of(graph, path)
-    low = min(graph.needed_bytes) - 1
-    high = simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes
-    while low < high - 1:
-        room = (low + high) // 2
-        path = LabelSearch(graph, tables, room).smallest()
-        if path is None:
-            low = room
-            continue
-        best = segments_of(graph, path)
-        high = min(room, simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes)
-    return best
-
-
-def _no_limit(graph: RetentionGraph) -> int:
-    return max(graph.needed_bytes) + graph.first_bytes + sum(graph.added_bytes)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 
 from ..errors import BudgetTooSmallError
-from ..problem import Problem, Segment
+from ..problem import Problem
 from ..simulate import simulate
 from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
 from . import dp
 from .labels import LabelSearch
-from .nested_graph import NestedGraph
+from .least_peak import least_peak_plan
+from .nested_graph import MOST_TRADES, NestedGraph
 from .nested_tables import INFINITE, TooManyStatesError
 from .retention_graph import PINNED_NOTE
 
@@ -26,9 +27,9 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     """Find the plan with segments nested to any depth that adds least time and fits the budget.
 
     The plan space: trees of candidates; what is neither nested nor has children may have one of the save sets that
-    `save_options` lists. Room inside segments is counted in units of the budget's 1024th part or a little more, rounded
-    up. Where the unit is one byte the answer is optimal; otherwise it is feasible, safe, and never worse than that of
-    `dp`.
+    `save_options` lists. Room inside segments is counted in units of the budget's 1024th part or a little more. Rounded
+    up, it gives a plan that is safe, and never worse than that of `dp`; rounded down, the bound. Where the unit is one
+    byte the answer is optimal.
 
     Args:
         problem: The problem.
@@ -82,54 +83,66 @@ def _solve_nested(
         TimeoutError: If the deadline passes before it is.
     """
     tables = tables_of(problem)
+    room = tables.room_bytes(problem, problem.budget_bytes)
+    most = flat.added_ns if isinstance(flat, Solution) else INFINITE - 1
     if problem.floor_bytes <= problem.budget_bytes:
-        room = problem.budget_bytes - problem.fixed_bytes
-        most = flat.added_ns if isinstance(flat, Solution) else INFINITE - 1
         nested = NestedGraph(problem, room, units=UNITS, save_sets=save_sets, deadline=deadline, most_ns=most)
-        path = LabelSearch(nested.graph, tables, room).cheapest(gap=gap, deadline=deadline)
+        path = LabelSearch(nested.graph, tables).cheapest(room, gap=gap, deadline=deadline)
         if path is not None:
             segments = nested.segments(path.edges)
             added = simulate(problem, segments, trace=False).added_ns
-            if isinstance(flat, Solution) and flat.added_ns < added:
-                segments = flat.segments
-            exact = nested.exact and path.finished and path.bound_ns == path.added_ns
+            if isinstance(flat, Solution) and flat.added_ns <= added:
+                segments, added = flat.segments, flat.added_ns
             notes: list[str] = []
+            bound = 0
             if nested.graph.pinned:
                 notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
-            if nested.tables.unit > 1:
-                notes.append(f"room inside segments is counted in units of {nested.tables.unit} bytes")
-            if not path.finished:
+            elif nested.exact:
+                bound = path.bound_ns
+            else:
+                notes.append(_coarseness(nested))
+                bound = _bound(problem, room, added, save_sets, gap, deadline)
+            finished = path.finished and (bound > 0 or bool(nested.graph.pinned))
+            if not finished:
                 notes.append(f"stopped at the time limit of {limit_s:g} s")
             return make_solution(
                 problem,
                 segments,
                 solver="dp_nested",
                 started_ns=started,
-                status=Status.OPTIMAL if exact else Status.FEASIBLE if path.finished else Status.TIME_LIMIT,
-                lower_bound_ns=path.bound_ns if nested.exact else 0,
+                status=Status.OPTIMAL if bound >= added else Status.FEASIBLE if finished else Status.TIME_LIMIT,
+                lower_bound_ns=bound,
                 note="; ".join(notes),
             )
     assert isinstance(flat, BudgetTooSmallError)
-    least = _least_peak_plan(problem, flat.solution, save_sets)
+    high = tables.room_bytes(problem, flat.solution.peak_bytes)
+    nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
+    search = LabelSearch(nested.graph, tables)
+    least = least_peak_plan(problem, search, nested.segments, flat.solution.segments)
     solution = make_solution(problem, least, solver="dp_nested", started_ns=started)
     if solution.peak_bytes <= problem.budget_bytes:
         return solution
     raise BudgetTooSmallError(problem, solution)
 
 
-def _least_peak_plan(problem: Problem, flat: Solution, save_sets: bool) -> tuple[Segment, ...]:
-    """Return the plan of the least peak, by bisection below what flat plans reach; it does not depend on the budget."""
-    tables = tables_of(problem)
-    high = flat.peak_bytes - problem.fixed_bytes
-    low = -1  # Less would need negative extras beyond all tensors; bisection then stops at 0.
-    best = flat.segments
-    nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
-    while low < high - 1:
-        room = (low + high) // 2
-        path = LabelSearch(nested.graph, tables, room).smallest()
-        if path is None:
-            low = room
-            continue
-        best = nested.segments(path)
-        high = min(room, simulate(problem, best, trace=False).peak_bytes - problem.fixed_bytes)
-    return best
+def _coarseness(nested: NestedGraph) -> str:
+    unit = nested.tables.unit
+    if unit == 1:
+        return f"{MOST_TRADES} ways to nest inside each segment are weighed"
+    return f"room inside segments is counted in units of {unit} bytes"
+
+
+def _bound(problem: Problem, room: int, added_ns: int, save_sets: bool, gap: float, deadline: float) -> int:
+    """Return a time that no nested plan goes below, at most `added_ns`; 0 where the deadline passes first.
+
+    Rounded up, tables of whole units say what can be done; rounded down, what cannot.
+    """
+    try:
+        most = max(0, added_ns - 1)
+        nested = NestedGraph(
+            problem, room, units=UNITS, save_sets=save_sets, deadline=deadline, most_ns=most, bounding=True
+        )
+    except TimeoutError:
+        return 0
+    path = LabelSearch(nested.graph, tables_of(problem)).cheapest(room, gap=gap, deadline=deadline)
+    return added_ns if path is None else min(added_ns, path.bound_ns)

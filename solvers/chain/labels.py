@@ -56,39 +56,29 @@ class _Labels:
 
 
 class LabelSearch:
-    """Search one graph under one budget."""
+    """Search one graph, under any budget."""
 
-    def __init__(self, graph: RetentionGraph, tables: Tables, room_bytes: int) -> None:
-        """Prepare a search.
+    def __init__(self, graph: RetentionGraph, tables: Tables) -> None:
+        """Prepare.
 
         Args:
             graph: The plans.
             tables: Of the same problem.
-            room_bytes: The budget less the fixed bytes.
         """
         self.graph = graph
         self.tables = tables
         self.node_count = graph.node_count()
-        needed = np.array(graph.needed_bytes, dtype=np.int64)
-        self.limit = room_bytes - needed
-        usable = np.flatnonzero(self.limit >= 0)
-        self.source = np.array(graph.source, dtype=np.int64)
-        self.target = np.array(graph.target, dtype=np.int64)
-        self.added = np.array(graph.added_bytes, dtype=np.int64)
-        self.cost = np.array(graph.added_ns, dtype=np.int64)
-        # More may be resident than there is room for, where an item needs less than nothing (negative extras).
-        most = max(room_bytes, int(self.limit.max(initial=0)), 0)
-        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), most + 5)
-        self.step = max(1, -(-(most + 1) // (self.grid - 4)))
-        self.outgoing = _grouped(usable, self.source, self.node_count)
-        self.incoming = _grouped(usable, self.target, self.node_count)
-        self.offsets = self._offsets()
+        columns = [(e.source, e.target, e.added_bytes, e.needed_bytes, e.added_ns) for e in graph.edges]
+        table = np.array(columns, dtype=np.int64).reshape(-1, 5)
+        self.source, self.target, self.added, self.needed, self.cost = np.ascontiguousarray(table.T)
+        self.incoming = _grouped(np.arange(len(columns)), self.target, self.node_count)
 
-    def smallest(self) -> list[int] | None:
+    def smallest(self, room_bytes: int) -> list[int] | None:
         """Return a path that fits, each node reached with as few resident bytes as can be; None when none fits.
 
         Fewer resident bytes are never worse for what follows, so one number for each node decides.
         """
+        limit = room_bytes - self.needed
         resident = np.full(self.node_count, _INFINITE, dtype=np.int64)
         resident[0] = self.graph.first_bytes
         came_by = np.full(self.node_count, -1, dtype=np.int64)
@@ -97,7 +87,7 @@ class LabelSearch:
             if not len(edges):
                 continue
             before = resident[self.source[edges]]
-            after = np.where(before <= self.limit[edges], before + self.added[edges], _INFINITE)
+            after = np.where(before <= limit[edges], before + self.added[edges], _INFINITE)
             least = int(after.argmin())
             if after[least] < _INFINITE:
                 resident[node] = after[least]
@@ -111,17 +101,43 @@ class LabelSearch:
             node = int(self.source[path[-1]])
         return path[::-1]
 
-    def cheapest(self, *, gap: float, deadline: float | None) -> Path | None:
+    def cheapest(self, room_bytes: int, *, gap: float, deadline: float | None) -> Path | None:
         """Return the cheapest path, or None when no path fits.
 
         Args:
+            room_bytes: The room that moments have, as `Tables.room_bytes` gives it.
             gap: Stop once the path is proven to be within this share of its own time of the best.
             deadline: `time.perf_counter()` at which to return the best known path.
         """
-        best = self.smallest()
-        if best is None:
-            return None
-        best_ns = self._time_of(best)
+        smallest = self.smallest(room_bytes)
+        return None if smallest is None else _Cheapest(self, room_bytes).path(smallest, gap, deadline)
+
+
+class _Cheapest:
+    """The search for the cheapest path within one room.
+
+    Resident bytes are rounded on a grid of `step` bytes for the relaxation only. A node's offset is added to resident
+    bytes before they are rounded down. Rounding may lose up to a step at each edge; a path of kept stages, the most
+    frequent by far, would lose one at each of them. So each node's offset is chosen such that what the kept stage
+    before it adds comes out as whole steps, and nothing is lost there.
+    """
+
+    def __init__(self, search: LabelSearch, room_bytes: int) -> None:
+        self.search = search
+        self.graph, self.tables, self.node_count = search.graph, search.tables, search.node_count
+        self.source, self.target, self.added, self.cost = search.source, search.target, search.added, search.cost
+        self.limit = room_bytes - search.needed
+        usable = np.flatnonzero(self.limit >= 0)
+        most = max(room_bytes, 0)
+        self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), most + 5)
+        self.step = max(1, -(-(most + 1) // (self.grid - 4)))
+        self.outgoing = _grouped(usable, self.source, self.node_count)
+        self.incoming = _grouped(usable, self.target, self.node_count)
+        self.offsets = self._offsets()
+
+    def path(self, smallest: list[int], gap: float, deadline: float | None) -> Path:
+        """Return the cheapest path, where that of the fewest resident bytes is known."""
+        best, best_ns = smallest, self._time_of(smallest)
         ahead = self._time_ahead()
         bound = int(ahead[0][self._places(0, np.array([self.graph.first_bytes]))[0]])
         for width in (_BEAM, None):
@@ -131,7 +147,7 @@ class LabelSearch:
             try:
                 # The beam is short and always runs: without it a deadline leaves only the plan of least memory.
                 until = deadline if width is None else None
-                found = self._search(ahead, most_ns=most_ns, width=width, deadline=until)
+                found = self._labels_to_the_end(ahead, most_ns=most_ns, width=width, deadline=until)
             except TimeoutError:
                 return Path(edges=best, added_ns=best_ns, bound_ns=bound, finished=False)
             if found is not None:
@@ -151,7 +167,7 @@ class LabelSearch:
         offsets = np.full(self.node_count, 2 * self.step, dtype=np.int64)
         for node in range(1, self.node_count):
             for edge in self.incoming[node]:
-                if self.graph.items[edge] is None:
+                if self.graph.edges[edge].item is None:
                     wanted = offsets[self.source[edge]] - self.added[edge]
                     offsets[node] = self.step + (wanted % self.step or self.step)
                     break
@@ -182,7 +198,7 @@ class LabelSearch:
         """Return where labels stand on a node's grid."""
         return np.minimum((resident + self.offsets[node]) // self.step, self.grid - 1)
 
-    def _search(
+    def _labels_to_the_end(
         self, ahead: list[IntArray], *, most_ns: int, width: int | None, deadline: float | None
     ) -> list[int] | None:
         """Return the cheapest path of at most `most_ns`, or None; with a width, the best of a beam of that width.

@@ -77,10 +77,7 @@ class LevelEdges:
         for start, stop in sorted(tables.candidates):
             if tables.last_saver[stop] >= start:
                 self.stops[start].append(stop)
-        birth = np.bincount(np.maximum(tables.producer, 0), weights=tables.weight, minlength=count)
-        death = np.bincount(np.minimum(tables.last_alive, count - 1) + 1, weights=tables.weight, minlength=count + 1)
-        self.alive: IntArray = np.cumsum(birth - death[:count]).astype(np.int64) + tables.forward_extra
-        self.top_alive: IntArray = self.alive + tables.outliving_forward
+        self.top_in_use: IntArray = tables.in_use + tables.top_forward
         self._totals: dict[int, int] = {}
 
     def _place(self, rank: int) -> None:
@@ -112,7 +109,8 @@ class LevelEdges:
             top: Whether the level is the top one: there, what outlives the forward exists from its producer on only.
         """
         stops = self.stops[position]
-        alive = (self.top_alive if top else self.alive)[position : (stops[-1] if stops else position + 1)].copy()
+        in_use = self.top_in_use if top else self.tables.in_use
+        alive = in_use[position : (stops[-1] if stops else position + 1)].copy()
         for rank in bits((self.crossing[position] & ~visible) | held):
             alive[: self.last[rank] - position + 1] -= self.weights[rank]
         within = visible | self.made[position + 1]

@@ -3,8 +3,14 @@
 Inside a segment the choice is the same as outside: keep a stage's saved tensors, or keep only the input of an inner
 segment and come back to it. Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory", ACM TOMS 50 (2024), section 4. Here it
-runs over candidates and over held sets, as the flat programme does; room is counted in units, additions and needs
-rounded up, so what a table promises is safe.
+runs over candidates and over held sets, as the flat programme does.
+
+Room is counted in units, and each state has its own zero: `k` units at a state stand for `k * unit + offset` bytes.
+What an item needs is thus rounded up exactly. What it adds is rounded, up in tables that promise (a plan is read off
+them) and down in tables that bound (no plan takes less time than they say). The first kept stage that leads to a state
+gives it its offset, such that what this stage adds is whole units: so a run of kept stages, by far the most frequent
+way, loses nothing however long it is, and what is lost is at most a unit at each nested segment and each second way
+into a state.
 """
 
 from __future__ import annotations
@@ -34,10 +40,7 @@ class TooManyStatesError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A boundary of an inner level: what is visible and held there.
-
-    `offset` bytes of room are left over beyond whole units: chosen so that what kept stages add loses nothing.
-    """
+    """A boundary of an inner level: what is visible and held there; see above for `offset`."""
 
     position: int
     visible: int
@@ -65,14 +68,16 @@ class _Step(NamedTuple):
 class NestedTables:
     """Hold, for each candidate and each number of units of room, the least time its backward can take."""
 
-    def __init__(self, tables: Tables, *, unit_bytes: int, units: int) -> None:
+    def __init__(self, tables: Tables, *, unit_bytes: int, units: int, bounding: bool) -> None:
         """Prepare.
 
         Args:
             tables: Of the problem.
             unit_bytes: Bytes of one unit of room.
             units: Most units of room that matter.
+            bounding: Whether times are bounds from below, for any room of at most so many units, rather than promises.
         """
+        self.bounding = bounding
         self.tables = tables
         self.unit = unit_bytes
         self.size = units + 1
@@ -102,7 +107,7 @@ class NestedTables:
                 self.costs[start, stop] = row
 
     def tree(self, start: int, stop: int, units: int) -> Segment:
-        """Return the segment that a table entry stands for."""
+        """Return the segment that a table entry stands for; of tables that promise."""
         cost = int(self.costs[start, stop][units])
         assert cost < INFINITE
         if units >= self._leaf_units(start, stop):
@@ -126,7 +131,7 @@ class NestedTables:
         return Segment(start=start, stop=stop, children=tuple(children))
 
     def _leaf_units(self, start: int, stop: int) -> int:
-        return max(0, self._units(leaf_peaks(self.tables)[start, stop]))
+        return self._units(leaf_peaks(self.tables)[start, stop])
 
     def _root(self, start: int) -> _State:
         return self._state(start, 0, 0, 0)
@@ -145,9 +150,9 @@ class NestedTables:
         for edge in self._edges.leave(state.position, state.visible, state.held):
             offset = (state.offset - edge.added_bytes) % self.unit
             target = self._state(edge.stop, edge.visible, edge.held, offset)
-            shift = max(0, self._units(edge.added_bytes + target.offset - state.offset))
-            entered = max(0, self._units(edge.entered_bytes - state.offset))
-            least = max(shift, entered)
+            shift = self._rounded(edge.added_bytes + target.offset - state.offset)
+            entered = self._rounded(edge.entered_bytes - state.offset)
+            least = max(shift, self._units(edge.entered_bytes - state.offset))
             forward = edge.forward_bytes - state.offset
             barred: tuple[int, ...] = ()
             if edge.keep is not None:
@@ -156,7 +161,12 @@ class NestedTables:
             state.steps.append(step)
 
     def _units(self, nbytes: int) -> int:
+        """Round up: what is needed."""
         return -(-nbytes // self.unit)
+
+    def _rounded(self, nbytes: int) -> int:
+        """Round what is taken away; the result may be -1 where tables bound, for offsets may differ by so much."""
+        return nbytes // self.unit if self.bounding else self._units(nbytes)
 
     def _values(self, stop: int, starts: list[int]) -> dict[_State, IntArray]:
         """Return, for each state between the starts and the stop of a parent, its least time by units of room."""
@@ -184,10 +194,9 @@ class NestedTables:
         for step, least in self._allowed(state, stop):
             if least >= size:
                 continue
-            part = values[step.target][least - step.shift : size - step.shift]
+            part = _moved(values[step.target], least, step.shift)
             if step.is_child:
-                child = self.costs[state.position, step.target.position]
-                part = part + child[least - step.entered : size - step.entered]
+                part = part + _moved(self.costs[state.position, step.target.position], least, step.entered)
             np.minimum(row[least:], part, out=row[least:])
         return row
 
@@ -210,3 +219,10 @@ class NestedTables:
         if step.is_child:
             total += int(self.costs[state.position, step.target.position][units - step.entered])
         return total
+
+
+def _moved(row: IntArray, least: int, units: int) -> IntArray:
+    """Return a row from `least` on, moved by so many units; no more room than the row knows of can be left."""
+    if units >= 0:
+        return row[least - units : len(row) - units]
+    return np.concatenate((row[least - units :], np.repeat(row[-1:], -units)))

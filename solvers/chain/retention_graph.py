@@ -10,7 +10,8 @@ them. That can only overstate a plan's memory, and it is reported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..leaf_peaks import leaf_peaks
 from ..problem import Problem, Segment
@@ -23,39 +24,53 @@ MOST_NODES_AT_A_BOUNDARY = 96
 PINNED_NOTE = "{count} tensors that travel far are counted as held from their producer on; cheaper plans may exist"
 
 
-@dataclass(slots=True, kw_only=True)
-class RetentionGraph:
-    """Hold nodes in order of position, and edges as parallel lists.
+class Edge(NamedTuple):
+    """Describe one item between two nodes: a kept stage, or a segment.
 
     Attributes:
-        nodes: The nodes of each boundary: held set, as bits over tensor ranks, to node number.
-        source: Where each edge starts.
-        target: Where each edge ends.
+        source: The node where it starts.
+        target: The node where it ends.
         added_bytes: What it adds to the resident bytes.
         forward_bytes: Its largest forward moment, above fixed bytes and the resident bytes where it starts.
         entered_bytes: A segment: what its backward starts on, likewise. A kept stage: its backward moment.
         needed_bytes: Its largest moment of all, likewise.
         added_ns: Time of its replay.
-        items: The segment, or None for a kept stage.
+        item: The segment, or None for a kept stage.
+    """
+
+    source: int
+    target: int
+    added_bytes: int
+    forward_bytes: int
+    entered_bytes: int
+    needed_bytes: int
+    added_ns: int
+    item: Segment | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionGraph:
+    """Hold nodes in order of position, and edges.
+
+    Attributes:
+        nodes: The nodes of each boundary: held set, as bits over tensor ranks, to node number.
+        edges: The edges, by where they start.
         pinned: The tensors counted as held from their producer on.
         first_bytes: Resident bytes at the first node: pinned tensors that exist before the first stage.
     """
 
     nodes: list[dict[int, int]]
-    source: list[int] = field(default_factory=list)
-    target: list[int] = field(default_factory=list)
-    added_bytes: list[int] = field(default_factory=list)
-    forward_bytes: list[int] = field(default_factory=list)
-    entered_bytes: list[int] = field(default_factory=list)
-    needed_bytes: list[int] = field(default_factory=list)
-    added_ns: list[int] = field(default_factory=list)
-    items: list[Segment | None] = field(default_factory=list)
-    pinned: int = 0
-    first_bytes: int = 0
+    edges: list[Edge]
+    pinned: int
+    first_bytes: int
 
     def node_count(self) -> int:
         """Return the number of nodes of all boundaries."""
         return sum(len(nodes) for nodes in self.nodes)
+
+    def segments(self, path: list[int]) -> tuple[Segment, ...]:
+        """Return the segments on a path."""
+        return tuple(item for edge in path if (item := self.edges[edge].item) is not None)
 
 
 class _TooManySetsError(Exception):
@@ -100,50 +115,46 @@ def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
     count = tables.stage_count
     edges = LevelEdges(tables, options, pinned)
     first = pinned & edges.made[0] & edges.crossing[0]
-    graph = RetentionGraph(
-        nodes=[{first: 0}, *({} for _ in range(count))], pinned=pinned, first_bytes=edges.total(first)
-    )
+    all_nodes: list[dict[int, int]] = [{first: 0}, *({} for _ in range(count))]
+    found: list[Edge] = []
     met = 1
     for position in range(count):
-        nodes = graph.nodes[position]
+        nodes = all_nodes[position]
         if len(nodes) > MOST_NODES_AT_A_BOUNDARY:
             raise _TooManySetsError(list(nodes))
         for held, node in nodes.items():
             for edge in edges.leave(position, edges.crossing[position], held, top=True):
-                targets = graph.nodes[edge.stop]
+                targets = all_nodes[edge.stop]
                 if edge.held not in targets:
                     targets[edge.held] = met
                     met += 1
                     if len(targets) > 4 * MOST_NODES_AT_A_BOUNDARY:
                         raise _TooManySetsError(list(targets))
-                graph.source.append(node)
-                graph.target.append(targets[edge.held])
-                _price(tables, graph, position, edge)
-    return _numbered(graph)
+                found.append(_priced(tables, node, targets[edge.held], position, edge))
+    number = {node: place for place, node in enumerate(node for nodes in all_nodes for node in nodes.values())}
+    return RetentionGraph(
+        # By position; they were numbered as they were met.
+        nodes=[{held: number[node] for held, node in nodes.items()} for nodes in all_nodes],
+        edges=[edge._replace(source=number[edge.source], target=number[edge.target]) for edge in found],
+        pinned=pinned,
+        first_bytes=edges.total(first),
+    )
 
 
-def _price(tables: Tables, graph: RetentionGraph, position: int, edge: LevelEdge) -> None:
-    """Append what an edge adds and needs at the top level."""
+def _priced(tables: Tables, source: int, target: int, position: int, edge: LevelEdge) -> Edge:
+    """Say what an edge adds and needs at the top level."""
     segment = None if edge.keep is None else Segment(start=position, stop=edge.stop, keep=edge.keep)
     inner = 0
     if segment is not None:
         inner = segment_peak(tables, segment).nbytes if segment.keep else leaf_peaks(tables)[position, edge.stop]
     entered = edge.entered_bytes + tables.outliving_bytes
-    graph.added_bytes.append(edge.added_bytes)
-    graph.forward_bytes.append(edge.forward_bytes)
-    graph.entered_bytes.append(entered)
-    graph.needed_bytes.append(max(edge.forward_bytes, entered + inner))
-    graph.added_ns.append(replay_ns(tables, position, edge.stop, segment.keep) if segment else 0)
-    graph.items.append(segment)
-
-
-def _numbered(graph: RetentionGraph) -> RetentionGraph:
-    """Renumber the nodes by position: they were numbered as they were met."""
-    number: dict[int, int] = {}
-    for nodes in graph.nodes:
-        for held, node in nodes.items():
-            number[node] = len(number)
-            nodes[held] = number[node]
-    graph.source = [number[node] for node in graph.source]
-    graph.target = [number[node] for node in graph.target]
-    return graph
+    return Edge(
+        source=source,
+        target=target,
+        added_bytes=edge.added_bytes,
+        forward_bytes=edge.forward_bytes,
+        entered_bytes=entered,
+        needed_bytes=max(edge.forward_bytes, entered + inner),
+        added_ns=replay_ns(tables, position, edge.stop, segment.keep) if segment else 0,
+        item=segment,
+    )

@@ -2,6 +2,9 @@
 
 Zhao, Le Hellard, Eyraud-Dubois, Gusak and Beaumont, "Rockmate: an efficient, fast, automatic and generic tool for
 re-materialization in PyTorch", ICML 2023.
+
+Which operators may be kept at all is the problem's to say (`Candidate.operators`; the planner's `bridge.save_rules`
+decides it from what torch can do). Here only numbers decide, and `ilp` does without it.
 """
 
 from __future__ import annotations

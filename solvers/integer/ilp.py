@@ -106,13 +106,14 @@ def _solve_programme(
 ) -> _Run:
     """Solve, read the binaries, price the plan; tighten and repeat if tolerances let it over the budget."""
     run = _Run()
-    room = problem.budget_bytes - problem.fixed_bytes
+    tables = tables_of(problem)
+    room = tables.room_bytes(problem, problem.budget_bytes)
     for attempt in range(_MOST_ATTEMPTS):
         remaining = deadline - time.perf_counter()
         if remaining <= 0:
             run.timed_out = True
             break
-        model = ModelBuilder(problem, tables_of(problem), room, save_sets=save_sets).build()
+        model = ModelBuilder(problem, tables, room, save_sets=save_sets).build()
         _set_start(model, start)
         remaining = max(0.0, deadline - time.perf_counter())
         answer = _run_backend(model, backend, gap, remaining, notes)

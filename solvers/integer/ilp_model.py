@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import numpy as np
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 from ..leaf_peaks import leaf_peaks
@@ -54,7 +53,7 @@ class ModelBuilder:
         Args:
             problem: The problem.
             tables: Its tables.
-            room_bytes: The budget less fixed bytes.
+            room_bytes: The room that moments have, as `Tables.room_bytes` gives it.
             save_sets: Whether segments may keep operators' outputs.
         """
         self.tables = tables
@@ -121,7 +120,11 @@ class ModelBuilder:
         return [self.model.plain[place]] if selective is None else [self.model.plain[place], selective]
 
     def _add_path(self) -> None:
-        """Cover every stage once: what ends at a boundary begins there."""
+        """Cover every stage once: what ends at a boundary begins there.
+
+        Valid because items are intervals: a one-level plan, kept stages included, is a path from boundary to boundary,
+        and every unit flow of binaries is one.
+        """
         flow: list[_Expression] = [defaultdict(float) for _ in range(self.count + 1)]
         for stage, variable in enumerate(self.model.kept):
             flow[stage][variable] += 1.0
@@ -134,6 +137,12 @@ class ModelBuilder:
             self._equal(flow[position], 1.0 if position == 0 else 0.0)
 
     def _add_save_sets(self) -> None:
+        """Keep an operator only where a segment with a save set that may name it is chosen.
+
+        Valid because at most one chosen segment contains a stage, so one binary for each operator serves all
+        candidates around it: which segment keeps it follows from the path. A tensor that several operators make is kept
+        when one of them is, hence not less than each of their binaries.
+        """
         model, tables = self.model, self.tables
         containing: dict[int, list[pulp.LpVariable]] = {index: [] for index in model.operators}
         for item in self.candidates:
@@ -155,7 +164,11 @@ class ModelBuilder:
                     self._at_most({variable: 1.0, kept: -1.0}, 0.0)
 
     def _keep_cost_positive(self, item: Candidate, selective: pulp.LpVariable) -> None:
-        """Add what a segment's save set saves beyond its whole replay back to the objective."""
+        """Add what a segment's save set saves beyond its whole replay back to the objective.
+
+        Valid because a replay takes no less than nothing: where the segment is chosen, the row says that `back` is at
+        least the time of what is kept less the whole; where it is not, all its operators together stay below the limit.
+        """
         total = item.replay_ns + item.selective_ns
         excess = sum(self.tables.operators[index].forward_ns for index in item.operators) - total
         if excess <= 0:
@@ -167,7 +180,13 @@ class ModelBuilder:
         self._at_most({**saved, back: -1.0, selective: excess / unit}, (total + excess) / unit)
 
     def _add_holding(self) -> dict[int, _Expression]:
-        """Add the running sums of held bytes; return for each tensor whether anything holds it."""
+        """Add the running sums of held bytes; return for each tensor whether anything holds it.
+
+        `held_p` is at least what items that start at `p` or before hold, save sets made before `p` included: the sum up
+        to the position before, and what is held first here. An inequality is enough, for only upper limits are put on
+        it. What a save set takes is counted from behind the stage that makes it, and `save_sets_before` counts the same
+        bytes alone, so that a segment can tell those made inside it.
+        """
         events = self._events()
         gains: list[_Expression] = [defaultdict(float) for _ in range(self.count + 1)]
         final: dict[int, _Expression] = {}
@@ -213,7 +232,11 @@ class ModelBuilder:
         return events
 
     def _hold(self, rank: int, places: dict[int, list[pulp.LpVariable]], gains: list[_Expression]) -> _Expression:
-        """Add one tensor's bytes to the positions where it may be held first."""
+        """Add one tensor's bytes to the positions where it may be held first.
+
+        Valid because a tensor counts once however many hold it: `holds_t_p` is the largest of the sums that say so up
+        to `p`, each of which is at most 1, and the bytes gained at `p` are those of the difference to the place before.
+        """
         nbytes = self._bytes(int(self.tables.weight[rank]))
         producer = int(self.tables.producer[rank])
         users = {*self.tables.consumers[rank], *self.tables.holders[rank]}
@@ -263,11 +286,13 @@ class ModelBuilder:
         return [part for part in ({**so_far, kept: 1.0}, others) if part]
 
     def _add_forward_moments(self, final: dict[int, _Expression]) -> None:
-        """Bound what is alive as each stage runs: what is still in use, and what is held beyond its last use."""
+        """Bound what is alive as each stage runs: what is still in use, and what is held beyond its last use.
+
+        Valid because what is in use does not depend on the plan, and a tensor lingers behind its last use exactly when
+        something holds it, earlier or later. The running sum over last uses is the same in all rows.
+        """
         tables, count = self.tables, self.count
-        birth = np.bincount(np.maximum(tables.producer, 0), weights=tables.weight, minlength=count)
-        death = np.bincount(np.minimum(tables.last_alive, count - 1) + 1, weights=tables.weight, minlength=count + 1)
-        alive = (np.cumsum(birth - death[:count])).astype(np.int64) + tables.outliving_forward + tables.forward_extra
+        alive = tables.in_use + tables.top_forward
         lost: dict[int, list[int]] = defaultdict(list)
         for rank in final:
             lost[int(tables.last_alive[rank])].append(rank)
@@ -293,35 +318,45 @@ class ModelBuilder:
                 self._at_most({lingering: 1.0}, limit)
 
     def _add_backward_moments(self) -> None:
+        """Bound the moment at which backward comes to the item that starts at each position.
+
+        One row for a position is enough, for at most one item starts there. Where none does, the row says that what is
+        held up to it fits, which is true of every plan that fits: all that is held at all is alive when backward begins.
+        """
         tables = self.tables
-        # A row whose position starts no item must hold all the same: the last moment bounds it, less its extras.
-        spare = self._bytes(-tables.least_extra())
-        limit = self.room - self._bytes(tables.outliving_bytes) + spare
+        limit = self.room - self._bytes(tables.outliving_bytes)
         rows: list[_Expression] = [defaultdict(float) for _ in range(self.count)]
         for stage in range(self.count):
             rows[stage][self.held[stage]] = 1.0
-            rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage])) + spare
+            rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage]))
         for item in self.candidates:
             place = (item.start, item.stop)
-            rows[item.start][self.model.plain[place]] = self._bytes(leaf_peaks(tables)[place]) + spare
+            rows[item.start][self.model.plain[place]] = self._bytes(leaf_peaks(tables)[place])
             if place in self.model.selective:
-                self._bound_selective(item, limit, spare)
+                self._bound_selective(item, limit)
         for row in rows:
             self._at_most(row, limit)
 
-    def _bound_selective(self, item: Candidate, limit: float, spare: float) -> None:
-        """Bound the moments of a segment with a save set that no other of its moments outweighs."""
+    def _bound_selective(self, item: Candidate, limit: float) -> None:
+        """Bound the moments of a segment with a save set that no other of its moments outweighs.
+
+        A moment of the replay counts what the segment has made by then, kept or not; the rest of the save set comes on
+        top (`ahead`, `uncounted`). The rows need no big constant to be switched off where the segment is not chosen: they
+        add to what is held up to its start what save sets hold from there on, and all that is held fits in any case. The
+        binaries of two other items that start here are added with their own needs, because they exclude this one, and
+        with it all save sets inside: that cuts off fractions.
+        """
         tables = self.tables
         chosen = self.model.selective[item.start, item.stop]
-        plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop]) + spare
+        plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop])
         names = frozenset(tables.outputs(item.operators))
         for moment in replay_moments(tables, item, names):
             row: _Expression = defaultdict(float)
             row[self.held[item.start]] = 1.0
-            row[chosen] = self._bytes(moment.nbytes) + spare
+            row[chosen] = self._bytes(moment.nbytes)
             row[self.model.plain[item.start, item.stop]] = plain_bytes
             if item.stop == item.start + 1:
-                row[self.model.kept[item.start]] = self._bytes(int(tables.backward_extra[item.start])) + spare
+                row[self.model.kept[item.start]] = self._bytes(int(tables.backward_extra[item.start]))
             if moment.ahead < item.stop:
                 row[self.kept_before[item.stop]] += 1.0
                 row[self.kept_before[moment.ahead]] -= 1.0
