@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from ..errors import BudgetTooSmallError
-from ..problem import Problem
+from ..problem import Problem, Segment
 from ..simulate import simulate
 from ..solution import Solution, Status, limit_in_force, make_solution
 from ..tables import tables_of
@@ -85,44 +85,50 @@ def _solve_nested(
     tables = tables_of(problem)
     room = tables.room_bytes(problem, problem.budget_bytes)
     most = flat.added_ns if isinstance(flat, Solution) else INFINITE - 1
+    nested, path = None, None
     if problem.floor_bytes <= problem.budget_bytes:
         nested = NestedGraph(problem, room, units=UNITS, save_sets=save_sets, deadline=deadline, most_ns=most)
         path = LabelSearch(nested.graph, tables).cheapest(room, gap=gap, deadline=deadline)
-        if path is not None:
-            segments = nested.segments(path.edges)
-            added = simulate(problem, segments, trace=False).added_ns
-            if isinstance(flat, Solution) and flat.added_ns <= added:
-                segments, added = flat.segments, flat.added_ns
-            notes: list[str] = []
-            bound = 0
-            if nested.graph.pinned:
-                notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
-            elif nested.exact:
-                bound = path.bound_ns
-            else:
-                notes.append(_coarseness(nested))
-                bound = _bound(problem, room, added, save_sets, gap, deadline)
-            finished = path.finished and (bound > 0 or bool(nested.graph.pinned))
-            if not finished:
-                notes.append(f"stopped at the time limit of {limit_s:g} s")
-            return make_solution(
-                problem,
-                segments,
-                solver="dp_nested",
-                started_ns=started,
-                status=Status.OPTIMAL if bound >= added else Status.FEASIBLE if finished else Status.TIME_LIMIT,
-                lower_bound_ns=bound,
-                note="; ".join(notes),
-            )
-    assert isinstance(flat, BudgetTooSmallError)
-    high = tables.room_bytes(problem, flat.solution.peak_bytes)
+    if nested is None or path is None:
+        assert isinstance(flat, BudgetTooSmallError)
+        segments = _least_peak(problem, flat.solution, save_sets)
+        solution = make_solution(problem, segments, solver="dp_nested", started_ns=started)
+        if nested is None or solution.peak_bytes > problem.budget_bytes:
+            raise BudgetTooSmallError(problem, solution)
+    else:
+        segments = nested.segments(path.edges)
+    added = simulate(problem, segments, trace=False).added_ns
+    if isinstance(flat, Solution) and flat.added_ns <= added:
+        segments, added = flat.segments, flat.added_ns
+    finished = path is None or path.finished
+    notes: list[str] = []
+    bound = 0
+    if nested.graph.pinned:
+        notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
+    elif nested.exact and path is not None:
+        bound = path.bound_ns
+    else:
+        notes.append(_coarseness(nested))
+        bound = _bound(problem, room, added, save_sets, gap, deadline)
+        finished &= bound > 0
+    if not finished:
+        notes.append(f"stopped at the time limit of {limit_s:g} s")
+    return make_solution(
+        problem,
+        segments,
+        solver="dp_nested",
+        started_ns=started,
+        status=Status.OPTIMAL if bound >= added else Status.FEASIBLE if finished else Status.TIME_LIMIT,
+        lower_bound_ns=bound,
+        note="; ".join(notes),
+    )
+
+
+def _least_peak(problem: Problem, flat: Solution, save_sets: bool) -> tuple[Segment, ...]:
+    tables = tables_of(problem)
+    high = tables.room_bytes(problem, flat.peak_bytes)
     nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
-    search = LabelSearch(nested.graph, tables)
-    least = least_peak_plan(problem, search, nested.segments, flat.solution.segments)
-    solution = make_solution(problem, least, solver="dp_nested", started_ns=started)
-    if solution.peak_bytes <= problem.budget_bytes:
-        return solution
-    raise BudgetTooSmallError(problem, solution)
+    return least_peak_plan(problem, LabelSearch(nested.graph, tables), nested.segments, flat.segments)
 
 
 def _coarseness(nested: NestedGraph) -> str:

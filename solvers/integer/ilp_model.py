@@ -321,7 +321,7 @@ class ModelBuilder:
         """Bound the moment at which backward comes to the item that starts at each position.
 
         One row for a position is enough, for at most one item starts there. Where none does, the row says that what is
-        held up to it fits, which is true of every plan that fits: all that is held at all is alive when backward begins.
+        held up to it fits, and that is so in every plan that fits: all that is held is alive when backward begins.
         """
         tables = self.tables
         limit = self.room - self._bytes(tables.outliving_bytes)
@@ -341,10 +341,10 @@ class ModelBuilder:
         """Bound the moments of a segment with a save set that no other of its moments outweighs.
 
         A moment of the replay counts what the segment has made by then, kept or not; the rest of the save set comes on
-        top (`ahead`, `uncounted`). The rows need no big constant to be switched off where the segment is not chosen: they
-        add to what is held up to its start what save sets hold from there on, and all that is held fits in any case. The
-        binaries of two other items that start here are added with their own needs, because they exclude this one, and
-        with it all save sets inside: that cuts off fractions.
+        top (`ahead`, `uncounted`). No big constant switches a row off where its segment is not chosen: it then adds to
+        what is held up to the segment's start what save sets hold from there on, and all that is held fits in any case.
+        The binaries of two other items that start here are added with their own needs, because they exclude this one,
+        and with it all save sets inside: that cuts off fractions.
         """
         tables = self.tables
         chosen = self.model.selective[item.start, item.stop]
