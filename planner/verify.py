@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,9 @@ from torch import nn
 from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
-from ..profiler.preserve import preserved
-from ..profiler.results import Arm, Difference, Results, run_steps, written_in_forward
+from ..profiler.results import Arm, Difference, Results, run_steps
 from ..profiler.step import Loss, Step
-from ..profiler.timing import timed_ns, train_once
+from ..profiler.timing import forward_without_saving, timed_ns, train_once
 from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
@@ -180,8 +179,7 @@ def verify(
             f"the plan was made in {modes[plan.training]} mode and the model is in {modes[model.training]} mode, where "
             f"the plan does not act: call model.{modes[plan.training]}() first, or make the plan again"
         )
-    with unplanned(model):
-        step = replace(step, written=written_in_forward(step))
+    with unplanned(model), step.guard.undisturbed():
         return _Bench(step, plan, steps, repeats, progress or silent).run()
 
 
@@ -202,6 +200,7 @@ class _Bench:
         if needed is None:
             needed = (self.plan.unplanned_peak_bytes or 0) - self._entry_bytes()
         runs_whole = fits(needed, self.device)
+        self._use_once()
         self.say("running the planned step")
         planned = self._run(self._planned)
         self.say("running the unmodified step")
@@ -232,6 +231,18 @@ class _Bench:
             planned_step_ns=planned_ns,
             samples_per_second=batch_size / (planned_ns / 1e9) if planned_ns and batch_size else None,
         )
+
+    def _use_once(self) -> None:
+        """Let there be what a first step makes (masks, tables, the state of an optimizer in hooks), as in training."""
+        guard = self.step.guard
+        with self._planned():
+            if guard.now.stepping_hooks:
+                guard.advance(self.step.train)
+                return
+            with guard.preserved():
+                forward_without_saving(self.step)
+            if guard.changes:
+                guard.advance(lambda: forward_without_saving(self.step))
 
     def _planned(self) -> AbstractContextManager[Any]:
         return apply_segments(self.step.model, self.plan.segments, training=self.plan.training)
@@ -266,7 +277,7 @@ class _Bench:
         return int(median(planned)), int(median(plain)) if plain else None
 
     def _time(self, arm: Arm) -> int:
-        with preserved(self.step.model, written_parameters=self.step.written), arm():
+        with self.step.guard.preserved(), arm():
             return timed_ns(lambda: train_once(self.step), self.device, 1)
 
 

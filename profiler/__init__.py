@@ -3,6 +3,16 @@
 from .dry_run import DryRunError
 from .profiling import Session, open_session, profile
 from .records import Profile, ProfileFileError
+from .snapshot import DisturbedError
 from .step import BatchError
 
-__all__ = ["BatchError", "DryRunError", "Profile", "ProfileFileError", "Session", "open_session", "profile"]
+__all__ = [
+    "BatchError",
+    "DisturbedError",
+    "DryRunError",
+    "Profile",
+    "ProfileFileError",
+    "Session",
+    "open_session",
+    "profile",
+]

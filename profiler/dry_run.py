@@ -4,57 +4,95 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from .devices import device_of
 from .internals import FakeTensorMode, tensor_registries
-from .preserve import preserved
+from .leftovers import take_out
 from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
+from .snapshot import DisturbedError
 from .step import BatchError, Step, carried_loss
 from .step_record import StepRecord
+
+Result = TypeVar("Result")
 
 
 class DryRunError(RuntimeError):
     """Raised when a model's forward or backward cannot run on fake tensors."""
 
 
-@contextmanager
-def faked(step: Step) -> Iterator[tuple[Step, FakeTensorMode]]:
-    """Replace parameters, buffers and batch by fake tensors while inside; put everything back on leaving.
+def on_fakes(step: Step, run: Callable[[Step], Result]) -> Result:
+    """Run something on fake tensors in place of parameters, buffers and batch; put everything back afterwards.
 
-    Small integer and boolean tensors stay real (copies), since forwards look at their values to choose a path.
+    Replaced are the parameters and buffers of all modules that the step reaches, those of the loss among them, what
+    else is trained, and the batch. Small integer and boolean tensors stay real (copies), since forwards look at their
+    values to choose a path. Hooks on gradients do not run; what they were seen to do is done (`Guard.released`).
+
+    Raises:
+        DisturbedError: A fake tensor is kept where it cannot be taken out again.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    fakes: dict[int, torch.Tensor] = {}
+    guard = step.guard
+    try:
+        with guard.preserved():
+            result = _replaced(step, mode, run)
+    except Exception as error:
+        # The frames that an error went through would keep their tensors alive.
+        _forget_frames(error)
+        failure = error
+    else:
+        guard.changes += take_out(mode)
+        return result
+    guard.changes += take_out(mode)
+    raise failure
+
+
+def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result]) -> Result:
+    now, released = step.guard.now, step.guard.released
+    beside = step.guard.beside(step.model)
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= SMALL_NUMEL
-            fakes[id(tensor)] = tensor.clone() if small else mode.from_tensor(tensor, static_shapes=True)
-        return fakes[id(tensor)]
+            made = tensor.clone() if small else mode.from_tensor(tensor, static_shapes=True)
+            fakes[id(tensor)] = tensor, made
+            if id(tensor) in released:
+                made.register_post_accumulate_grad_hook(_drop_gradient)
+        return fakes[id(tensor)][1]
 
-    with preserved(step.model):
-        try:
-            for module in step.model.modules():
-                for registry in tensor_registries(module):
-                    for name, tensor in list(registry.items()):
-                        if tensor is not None:
-                            replaced.append((registry, name, tensor))
-                            registry[name] = fake(tensor)
-                for value in vars(module).values():
-                    # Recurrent layers keep a list of their weights beside the registry; `preserved` puts it back.
-                    if isinstance(value, list):
-                        value[:] = [fakes.get(id(item), item) for item in value]
-            yield step.map_tensors(fake), mode
-        finally:
-            for registry, name, tensor in replaced:
-                registry[name] = tensor
+    fake_step = step.map_tensors(fake)
+    registries = [registry for module in now.reach.modules for registry in tensor_registries(module)]
+    for tensor in (*(t for r in registries for t in r.values() if t is not None), *(t for _, t in beside)):
+        fake(tensor)
+    reals = {id(made): tensor for tensor, made in fakes.values()}
+    fake_beside = tuple((name, fake(tensor)) for name, tensor in beside)
+    now.exchange({number: made for number, (_, made) in fakes.items()})
+    try:
+        with mode:
+            return run(replace(fake_step, beside=fake_beside))
+    finally:
+        now.exchange(reals)
+
+
+def _drop_gradient(tensor: torch.Tensor) -> None:
+    tensor.grad = None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        inner = error.__cause__ or error.__context__
+        error.__context__ = None
+        error = inner
 
 
 def dry_run(
@@ -63,6 +101,7 @@ def dry_run(
     accumulation: bool = False,
     round_to: int = 1,
     scratch: ScratchMeter | None = None,
+    forward_only: bool = False,
     planned: bool = False,
 ) -> StepRecord:
     """Record one step (forward, loss, backward) on fake tensors.
@@ -75,18 +114,27 @@ def dry_run(
         accumulation: Let gradients exist from the beginning, as when accumulating over several batches.
         round_to: Allocation granularity in bytes.
         scratch: Measures what operators allocate inside themselves.
+        forward_only: As for `record_step`.
         planned: Whether a plan is applied to the model.
 
     Raises:
         DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
     """
-    with faked(step) as (fake_step, mode), _no_collection(), _quiet():
+
+    def record(fake_step: Step) -> StepRecord:
+        return record_step(
+            fake_step,
+            accumulation=accumulation,
+            round_to=round_to,
+            scratch=scratch,
+            forward_only=forward_only,
+            planned=planned,
+        )
+
+    with _no_collection(), _quiet():
         try:
-            with mode:
-                return record_step(
-                    fake_step, accumulation=accumulation, round_to=round_to, scratch=scratch, planned=planned
-                )
-        except (BatchError, DryRunError):
+            return on_fakes(step, record)
+        except (BatchError, DisturbedError):
             raise
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -118,7 +166,8 @@ def record_step(
     recorder = Recorder(round_to=round_to, device=device, stream=device_of(device).current_stream, scratch=scratch)
     for name, parameter in model.named_parameters():
         recorder.identify(parameter, "parameter", name)
-        if accumulation and parameter.requires_grad:
+    for name, parameter in step.trained() if accumulation else ():
+        if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             recorder.identify(parameter.grad, "gradient", name)
     for name, buffer in model.named_buffers():
@@ -137,7 +186,7 @@ def record_step(
             del output
         if not forward_only:
             loss.backward()
-        for name, parameter in model.named_parameters():
+        for name, parameter in step.trained():
             if parameter.grad is not None:
                 recorder.became_gradient(parameter.grad, name)
     record = recorder.finish()

@@ -6,6 +6,7 @@ Last checked with torch 2.13.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "autograd_sequence",
+    "backward_hooks",
     "below_autocast",
     "clear_cublas_workspaces",
     "composite",
@@ -38,11 +40,15 @@ __all__ = [
     "fakes_take_foreach",
     "forward_hooks",
     "is_annotation",
+    "is_cached_function",
     "is_operator",
+    "is_plain_tensor",
     "kineto_events",
     "ran_on_cpu",
     "sdp_priority_order",
+    "set_version",
     "storage_key",
+    "tensor_hooks",
     "tensor_registries",
     "unset_fake_temporarily",
 ]
@@ -67,6 +73,33 @@ def fake_mode_is_on() -> bool:
 def tensor_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dictionaries a module keeps its own parameters and buffers in."""
     return module._parameters, module._buffers
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """Return the hooks on a tensor's gradient: before it is accumulated, and after."""
+    return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks is not None]
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in one storage with strides: not a sparse one, a sharded one, or a wrapper."""
+    own: Any = type(tensor)
+    plain = own.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def is_cached_function(value: object) -> bool:
+    """Return whether a function is cached by functools.lru_cache."""
+    return isinstance(value, functools._lru_cache_wrapper)
+
+
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's backward hooks and backward pre-hooks."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's version, where its value is that of the version again."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:

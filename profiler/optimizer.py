@@ -1,15 +1,16 @@
-"""What an optimizer adds to the step: its state, and the peak of its own step, by a dry run."""
+"""What an optimizer adds to the step: its state, and the peak of its own step, by a dry run of a twin of it."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .dry_run import faked
+from .dry_run import on_fakes
 from .internals import fakes_take_foreach
 from .recorder import Recorder
 from .step import BatchError, Step
@@ -22,76 +23,141 @@ NAMES = {
     "adagrad": torch.optim.Adagrad,
     "adafactor": torch.optim.Adafactor,
 }
+_WRAPPED = ("optimizer", "_optimizer")
+"""Where the wrappers of accelerate, Lightning and learning rate schedules keep the optimizer that they pass on to."""
 
 
 def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1, ranks: int = 1) -> tuple[int, int]:
     """Return the bytes of an optimizer's state and the most its step allocates on top of state and gradients.
 
-    The state is that of the steady state (after a first step), in which every further step begins.
+    The state is that of the steady state (after a first step), in which every further step begins. A live optimizer is
+    only read: its twin, made from its class and its groups' settings, steps on fake tensors.
 
     Args:
         step: The step whose model is trained.
-        optimizer: An instance, or a name from `NAMES` (with torch's defaults; momentum 0.9 for "sgd").
+        optimizer: An instance, or a wrapper that holds one as `optimizer`, or a name from `NAMES` (with torch's
+            defaults; momentum 0.9 for "sgd").
         round_to: Allocation granularity in bytes.
         ranks: Processes that every parameter's first dimension is divided over; the largest part counts.
 
     Raises:
-        BatchError: The name is unknown, or the optimizer's parameters are not the model's.
+        BatchError: The name is unknown, the optimizer's parameters are neither the model's nor the loss's, or no twin
+            of it can be made or run.
     """
-    real = dict(step.model.named_parameters())
-    with faked(step) as (fake_step, mode):
-        fakes = dict(fake_step.model.named_parameters())
-        with mode, fakes_take_foreach():
-            if ranks > 1:
-                fakes = {name: _first_part(parameter, ranks) for name, parameter in fakes.items()}
-            copied = _on_fakes(real, optimizer, fakes)
-            trained = [parameter for group in copied.param_groups for parameter in group["params"]]
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            copied.step()
-            recorder = Recorder(round_to=round_to, device=trained[0].device)
-            for parameter in trained:
-                recorder.identify(parameter, "parameter")
-                recorder.identify(parameter.grad, "gradient")
-            before = len(recorder.lives)
-            for state in copied.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        recorder.identify(value, "buffer")
-            known = len(recorder.lives)
-            with recorder:
-                copied.step()
-            record = recorder.finish()
+    groups = _groups(step, optimizer)
+
+    def measure(fake_step: Step) -> tuple[int, int]:
+        fakes = [tensor for _, tensor in fake_step.trained()]
+        if ranks > 1:
+            fakes = [_first_part(tensor, ranks) for tensor in fakes]
+        return _measured(_twin(optimizer, groups, fakes), round_to)
+
+    return on_fakes(step, measure)
+
+
+def unwrapped(optimizer: object) -> Optimizer:
+    """Return the optimizer itself, out of the wrappers around it.
+
+    Raises:
+        BatchError: There is none, or it is in a wrapper that is not known.
+    """
+    held = getattr(optimizer, "__dict__", {})
+    inner = next((held[name] for name in _WRAPPED if isinstance(held.get(name), Optimizer)), None)
+    if inner is not None:
+        return unwrapped(inner)
+    others = [name for name, value in held.items() if isinstance(value, Optimizer)]
+    if others:
+        kind = type(optimizer).__name__
+        raise BatchError(
+            f"optimizer is a {kind} around another one, and what {kind} adds is not known: pass the one inside it "
+            f"(optimizer=optimizer.{others[0]}), with headroom for what {kind} keeps itself"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise BatchError(f"optimizer must be a torch.optim.Optimizer or a name, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def _groups(step: Step, optimizer: Optimizer | str) -> list[tuple[dict[str, Any], list[int]]]:
+    """Return an optimizer's groups: their settings, and their parameters' numbers in `Step.trained`."""
+    with step.guard.undisturbed():
+        trained = [*step.model.named_parameters(), *step.guard.beside(step.model)]
+        if isinstance(optimizer, str):
+            own = range(len(list(step.model.parameters())))
+            return [({}, [number for number in own if trained[number][1].requires_grad])]
+        known = {
+            id(tensor): number for number, (name, tensor) in enumerate(trained) if not name.startswith("optimizer")
+        }
+    groups = unwrapped(optimizer).param_groups
+    strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+    if strangers:
+        raise BatchError(
+            f"{strangers} of the optimizer's parameters are neither the model's nor the loss's: build it from "
+            "model.parameters()"
+        )
+    return [
+        (
+            {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")},
+            [known[id(parameter)] for parameter in group["params"]],
+        )
+        for group in groups
+    ]
+
+
+def _twin(
+    optimizer: Optimizer | str, groups: list[tuple[dict[str, Any], list[int]]], fakes: list[torch.Tensor]
+) -> Optimizer:
+    """Make an optimizer of the same class and settings for other parameters.
+
+    Raises:
+        BatchError: The name is unknown, or the class cannot be called with the settings it keeps.
+    """
+    parameters: list[dict[str, Any]] = [
+        {**settings, "params": [fakes[number] for number in numbers]} for settings, numbers in groups
+    ]
+    if isinstance(optimizer, str):
+        named: Any = NAMES.get(optimizer.lower())
+        if named is None:
+            raise BatchError(f"unknown optimizer {optimizer!r}: pass an instance or one of {', '.join(NAMES)}")
+        return named(parameters, **({"lr": 1e-3, "momentum": 0.9} if named is torch.optim.SGD else {"lr": 1e-3}))
+    inner = unwrapped(optimizer)
+    kind: Any = type(inner)
+    accepted = inspect.signature(kind).parameters
+    settings = {name: copy.deepcopy(value) for name, value in inner.defaults.items() if name in accepted}
+    try:
+        return kind(parameters, **settings)
+    except Exception as error:
+        raise BatchError(
+            f"no twin of the optimizer can be made to measure its state: {kind.__name__}(groups, "
+            f"{', '.join(settings)}) fails: {error}. Pass one of {', '.join(NAMES)}, or plan without optimizer= and "
+            "keep headroom for it"
+        ) from error
+
+
+def _measured(twin: Optimizer, round_to: int) -> tuple[int, int]:
+    """Step an optimizer on fake tensors; return the bytes of its state, and the most its second step takes besides."""
+    trained = [parameter for group in twin.param_groups for parameter in group["params"]]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    with fakes_take_foreach():
+        twin.step()
+    recorder = Recorder(round_to=round_to, device=trained[0].device)
+    for parameter in trained:
+        recorder.identify(parameter, "parameter")
+        recorder.identify(parameter.grad, "gradient")
+    before = len(recorder.lives)
+    for state in twin.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                recorder.identify(value, "buffer")
+    known = len(recorder.lives)
+    with recorder, fakes_take_foreach():
+        twin.step()
+    record = recorder.finish()
     state_bytes = sum(storage.nbytes for storage in record.storages[before:known])
     fixed = sum(storage.nbytes for storage in record.storages[:known])
     return state_bytes, max(0, record.peak_bytes() - fixed)
 
 
-def _first_part(parameter: nn.Parameter, ranks: int) -> nn.Parameter:
-    part = parameter.detach()[: -(-parameter.shape[0] // ranks)].clone()
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
-
-
-def _on_fakes(real: dict[str, nn.Parameter], optimizer: Optimizer | str, fakes: dict[str, nn.Parameter]) -> Optimizer:
-    if isinstance(optimizer, str):
-        kind = NAMES.get(optimizer.lower())
-        if kind is None:
-            raise BatchError(f"unknown optimizer {optimizer!r}: pass an instance or one of {', '.join(NAMES)}")
-        options: dict[str, Any] = {"lr": 1e-3}
-        if kind is torch.optim.SGD:
-            options["momentum"] = 0.9
-        return kind([parameter for parameter in fakes.values() if parameter.requires_grad], **options)
-    if not isinstance(optimizer, Optimizer):
-        raise BatchError(f"optimizer must be a torch.optim.Optimizer or a name, got {type(optimizer).__name__}")
-    copied = copy.copy(optimizer)
-    by_identity = {id(parameter): fakes[name] for name, parameter in real.items()}
-    copied.param_groups = []
-    for group in optimizer.param_groups:
-        strangers = sum(id(parameter) not in by_identity for parameter in group["params"])
-        if strangers:
-            raise BatchError(
-                f"{strangers} of the optimizer's parameters are not the model's: build it from model.parameters()"
-            )
-        copied.param_groups.append({**group, "params": [by_identity[id(parameter)] for parameter in group["params"]]})
-    copied.state = type(optimizer.state)(optimizer.state.default_factory)
-    return copied
+def _first_part(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    part = tensor.detach()[: -(-tensor.shape[0] // ranks)].clone()
+    return nn.Parameter(part, requires_grad=tensor.requires_grad)

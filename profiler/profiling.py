@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from .allocator import collected, fits
 from .devices import Device, device_of, is_out_of_memory
-from .dry_run import DryRunError, dry_run, faked, record_step
+from .dry_run import DryRunError, dry_run, record_step
 from .kernels import with_host
-from .optimizer import optimizer_bytes
-from .preserve import preserved
+from .optimizer import optimizer_bytes, unwrapped
 from .records import Parts, Profile
 from .results import Results, run_steps
 from .scratch import ScratchMeter
@@ -54,19 +53,21 @@ class Session:
         """Return the allocation granularity of the device, in bytes."""
         return self.place.round_to
 
-    def record(self, method: Literal["dry run", "real step"], *, planned: bool = False) -> StepRecord:
-        """Record the step as the model is now, with or without a plan applied."""
+    def record(
+        self, method: Literal["dry run", "real step"], *, forward_only: bool = False, planned: bool = False
+    ) -> StepRecord:
+        """Record the step as the model is now, with or without a plan applied; `forward_only` as in `record_step`."""
         options: dict[str, Any] = {
-            "accumulation": self.accumulation,
+            "accumulation": self.accumulation and not forward_only,
             "round_to": self.round_to,
-            "scratch": self.scratch,
+            "scratch": None if forward_only else self.scratch,
+            "forward_only": forward_only,
             "planned": planned,
         }
         if method == "dry run":
             return dry_run(self.step, **options)
-        # What forward writes is not known before; copies of all parameters are the price of a real step.
-        with preserved(self.step.model, written_parameters=dict(self.step.model.named_parameters())):
-            return record_step(self.step, **options)
+        with self.step.guard.preserved():
+            return record_step(replace(self.step, beside=self.step.guard.beside(self.step.model)), **options)
 
 
 def open_session(
@@ -118,24 +119,23 @@ def profile(
         BatchError: The batch cannot be passed to the model, or there is no loss.
     """
     session = session or open_session(model, batch, loss, accumulation=accumulation, holds_output=holds_output)
-    say = progress or _silent
-    step, device = session.step, session.device
+    session.step.guard.also_keep(optimizer)
+    with session.step.guard.undisturbed():
+        return _profile(session, optimizer, repeats, progress or _silent)
+
+
+def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, say: Callable[[str], None]) -> Profile:
+    step, device, accumulation = session.step, session.device, session.accumulation
     notes: list[str] = []
     say("recording the step on fake tensors")
-    method: Literal["dry run", "real step"] = "dry run"
-    try:
-        recording = session.record(method)
-        with faked(step) as (fake_step, mode), mode:
-            unsaved = record_step(fake_step, round_to=session.round_to, forward_only=True)
-    except DryRunError as error:
-        method = "real step"
-        notes.append(f"bytes were recorded in a real step, because {error}")
-        recording = session.record(method)
-        with preserved(model, written_parameters=dict(model.named_parameters())):
-            unsaved = record_step(step, round_to=session.round_to, forward_only=True)
+    method, recording = _first_recorded(session, notes)
+    changes = step.guard.changes
+    unsaved = session.record(method, forward_only=True)
+    if _used_once(session, recording, changes, notes):
+        say("recording the step again, with what it makes at first use")
+        recording, unsaved = session.record(method), session.record(method, forward_only=True)
     written = {recording.storages[index].name for operator in recording.operators for index in operator.writes}
-    names_of_parameters = {name for name, _ in model.named_parameters()}
-    session.step = step = replace(step, written=frozenset(written & names_of_parameters))
+    step.guard.expect_writes([tensor for name, tensor in step.model.named_parameters() if name in written])
     again = [call.module for call in recording.calls if call.start >= recording.loss_stop]
     if again:
         raise BatchError(
@@ -181,7 +181,7 @@ def profile(
     storages = _storages(recording, unsaved)
     untimed = len(recording.operators) - len(times)
     return Profile(
-        model=type(model).__name__,
+        model=type(step.model).__name__,
         device=str(device),
         operators=tuple(map(_timed, recording.operators, [*times, *([0] * untimed)])),
         calls=recording.calls,
@@ -202,6 +202,44 @@ def profile(
     )
 
 
+def _first_recorded(session: Session, notes: list[str]) -> tuple[Literal["dry run", "real step"], StepRecord]:
+    try:
+        return "dry run", session.record("dry run")
+    except DryRunError as error:
+        notes.append(f"bytes were recorded in a real step, because {error}")
+    return "real step", session.record("real step")
+
+
+def _used_once(session: Session, recording: StepRecord, changes: Sequence[str], notes: list[str]) -> bool:
+    """Use for real, once, what the step makes or changes at its first use, and see what hooks do in backward.
+
+    Training goes on with masks, tables, settings and an optimizer's state that a first step made; so does the profile
+    from then on, and every later run of the step. Returns whether anything is different now.
+    """
+    step, guard = session.step, session.step.guard
+    if guard.now.stepping_hooks:
+        if fits(recording.peak_bytes() - recording.entry_bytes(), session.device):
+            guard.advance(lambda: step.train())
+            guard.observe_backward(step.train)
+            if guard.steps_inside:
+                notes.append(
+                    "hooks step parameters in backward: the state that they keep is counted as the optimizer's, what "
+                    "their steps take besides is not"
+                )
+            return True
+        notes.append("hooks run in backward, and the step does not fit to see what they do: gradients count as alive")
+    if not changes:
+        return False
+    try:
+        guard.advance(lambda: forward_without_saving(step))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        notes.append(f"memory ran out in a first forward; what it makes is counted in every step: {_first_line(error)}")
+        return False
+    return True
+
+
 def _learn(session: Session) -> int:
     """Run the unmodified step for real, and learn operators' workspace, results and peak.
 
@@ -209,7 +247,7 @@ def _learn(session: Session) -> int:
         The bytes that libraries keep from its first run on.
     """
     step, device = session.step, session.device
-    with preserved(step.model, written_parameters=step.written):
+    with step.guard.preserved():
         kept = session.place.warm_up(lambda: train_once(step))
         session.scratch.learn(step.train, device)
     # Again without a dispatch mode, under which autograd sums gradients out of place.
@@ -245,7 +283,7 @@ def _times(
     if repeats <= 0:
         return *_estimated_times(recording), "estimate: bytes moved at 1 GB/s, not measured"
     try:
-        with preserved(session.step.model, written_parameters=session.step.written):
+        with session.step.guard.preserved():
             if session.reference is None:
                 forward_without_saving(session.step)
             times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
@@ -283,7 +321,7 @@ def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) ->
     if lacking:
         return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
     try:
-        with preserved(session.step.model, written_parameters=session.step.written):
+        with session.step.guard.preserved():
             known = [session.reference.step_ns] if session.reference is not None else []
             return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
     except Exception as error:
@@ -301,6 +339,9 @@ def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str |
         outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
         step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
         step_peak += library_bytes
+    if session.step.guard.steps_inside:
+        counted = None if optimizer is None or isinstance(optimizer, str) else unwrapped(optimizer)
+        state += session.step.guard.optimizer_bytes(left_out=counted)
     return Parts(
         parameters=parameters,
         buffers=buffers,

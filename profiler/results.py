@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .allocator import allocated_peak_bytes, fits
+from .allocator import allocated_peak_bytes
 from .devices import device_of
-from .preserve import preserved
 from .step import Step
 from .timing import timed_ns
 
@@ -51,7 +50,7 @@ class Results:
     Attributes:
         loss: The loss, under "loss".
         gradients: By parameter name.
-        buffers: By name.
+        buffers: By name; and, where hooks step parameters in backward, what those then are.
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
         step_ns: Wall time of the step, while memory was watched.
@@ -87,21 +86,6 @@ class Results:
         return "" if self.same_random_states(other) else "the random state after the step differs"
 
 
-def written_in_forward(step: Step) -> frozenset[str]:
-    """Name the parameters that a model's forward writes to, by running it once; the model is left as it was.
-
-    Where the device has no memory for a copy of all parameters, none can be named.
-    """
-    parameters = dict(step.model.named_parameters())
-    needed = sum(parameter.nbytes for parameter in parameters.values())
-    if not fits(needed, next(iter(parameters.values())).device):
-        return frozenset()
-    with preserved(step.model, written_parameters=parameters), torch.no_grad():
-        before = {name: parameter._version for name, parameter in parameters.items()}
-        step.forward()
-        return frozenset(name for name, parameter in parameters.items() if parameter._version != before[name])
-
-
 def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = False) -> Results:
     """Run training steps for real and return what they computed; the model is left as it was.
 
@@ -111,23 +95,25 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
         steps: How many; parameters stay as they are, buffers and random states go on.
         accumulation: Let gradients exist from the beginning of each.
     """
-    model = step.model
+    model, guard = step.model, step.guard
     device = next(model.parameters()).device
     ran: list[torch.Tensor] = []
     times: list[int] = []
-    with preserved(model, written_parameters=step.written), arm():
+    with guard.preserved(), arm():
+        trained = [*model.named_parameters(), *guard.beside(model)]
         for _ in range(steps - 1):
-            _clear_gradients(model, accumulation)
+            _clear_gradients(trained, accumulation)
             step.train()
-        present = _clear_gradients(model, accumulation)
+        present = _clear_gradients(trained, accumulation)
         place = device_of(device)
         place.release_cached()
         before = place.allocated_bytes()
         peak = allocated_peak_bytes(lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device)
+        written = [(name, p) for name, p in trained if guard.was_written(p)]
         return Results(
             loss={"loss": _copy(ran[0])},
-            gradients={name: _copy(p.grad) for name, p in model.named_parameters() if p.grad is not None},
-            buffers={name: _copy(buffer) for name, buffer in model.named_buffers()},
+            gradients={name: _copy(p.grad) for name, p in trained if p.grad is not None},
+            buffers={name: _copy(buffer) for name, buffer in (*model.named_buffers(), *written)},
             random_states=_random_states(device),
             peak_bytes=present + peak,
             step_ns=times[0],
@@ -135,10 +121,10 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
         )
 
 
-def _clear_gradients(model: torch.nn.Module, accumulation: bool) -> int:
+def _clear_gradients(trained: Sequence[tuple[str, torch.Tensor]], accumulation: bool) -> int:
     """Take gradients away, or set them to zero when accumulating; return the bytes they then hold."""
     nbytes = 0
-    for parameter in model.parameters():
+    for _, parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if accumulation and parameter.requires_grad else None
         nbytes += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
     return nbytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+
+from .guard import Guard
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -32,16 +34,19 @@ class Step:
         args: Positional arguments of its forward.
         kwargs: Keyword arguments of its forward.
         loss: Takes the output to a scalar; None means the output carries it.
-        written: Names of parameters that forward itself writes to, once known; runs put their values back.
+        guard: Puts back whatever a run of the step changes.
         holds_output: The model's output is referred to until backward is over; else it goes once there is a loss.
+        beside: Tensors that are trained besides the model's parameters (a loss's own), by how they are reached; filled
+            in where a step is recorded.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss | None
-    written: frozenset[str] = frozenset()
+    guard: Guard = field(compare=False, repr=False)
     holds_output: bool = True
+    beside: tuple[tuple[str, torch.Tensor], ...] = ()
 
     @staticmethod
     def of(model: nn.Module, batch: object, loss: Loss | None = None, *, holds_output: bool = True) -> Step:
@@ -59,12 +64,13 @@ class Step:
         _check_model(model)
         if loss is not None and not callable(loss):
             raise BatchError(f"loss must be a function of the model's output, got {type(loss).__name__}")
+        guard = Guard({"model": model, "loss": loss, "batch": batch})
         if isinstance(batch, Mapping):
-            step = Step(model, (), {str(name): value for name, value in batch.items()}, loss)
+            step = Step(model, (), {str(name): value for name, value in batch.items()}, loss, guard)
         elif isinstance(batch, (tuple, list)):
-            step = Step(model, tuple(batch), {}, loss)
+            step = Step(model, tuple(batch), {}, loss, guard)
         else:
-            step = Step(model, (batch,), {}, loss)
+            step = Step(model, (batch,), {}, loss, guard)
         step = replace(step, holds_output=holds_output)
         _check_call(model, step)
         if not step.tensors():
@@ -82,6 +88,10 @@ class Step:
         """Return the step with every tensor of the batch changed."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, change, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
+
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """List what may get a gradient, by name: the model's parameters, and those trained beside it."""
+        return [*self.model.named_parameters(), *self.beside]
 
     def forward(self) -> Any:
         """Call the model, with no weights left that autocast cast in an earlier call."""

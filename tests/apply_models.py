@@ -10,9 +10,6 @@ from remat.planner.plan import Call, PlannedSegment, SavedOperator
 from torch import nn
 from torch.nn import functional
 
-# Operators this small lose more by waiting for a second thread than they gain, most of all on a busy machine.
-torch.set_num_threads(1)
-
 
 def call(name):
     path, _, index = name.partition("#")

@@ -6,9 +6,6 @@ import torch
 from remat.planner.compare import Comparison, compare
 from torch import nn
 
-# Operators this small lose more by waiting for a second thread than they gain, most of all on a busy machine.
-torch.set_num_threads(1)
-
 BUDGETS = ("90%", "60%", 1000)
 SOLVERS = ("sqrt", "dp")
 

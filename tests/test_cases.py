@@ -15,8 +15,6 @@ from remat.planner.finding.planning import Planner
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-torch.set_num_threads(1)
-
 WIDTH = 32
 
 

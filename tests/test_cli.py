@@ -6,14 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from remat.planner import Plan
 from remat.planner.show.cli import main
 
-torch.set_num_threads(1)
-
 FACTORIES = """
-import torch
 from torch import nn
 
 class Block(nn.Module):

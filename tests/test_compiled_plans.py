@@ -32,7 +32,6 @@ class Siblings(nn.Module):
 
 
 def test_a_plan_without_crossing_operators_is_exact_under_torch_compile():
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model, batch = nn.Sequential(*[nn.Sequential(Residual(), Siblings()) for _ in range(3)]), torch.randn(64, 32)
     planner = Planner.of(model, batch, repeats=0, cross_operators=False)

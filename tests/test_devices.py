@@ -19,7 +19,6 @@ from torch import nn
 
 from .emulated_cuda import Counters
 
-torch.set_num_threads(1)
 CARD = torch.device("cuda:0")
 MIB = 1 << 20
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-torch.set_num_threads(1)
 # Planning a tiny step; repeats are for times, which nobody looks at here.
 QUICK = {"solver": "dp", "repeats": 1}
 

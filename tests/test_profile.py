@@ -18,11 +18,6 @@ from .zoo import ZOO
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", ["chain", "gpt2", "llama", "unet", "resnet", "batch_norm"])
 def test_the_recorded_peak_is_the_allocators(name):
     model, batch, loss = ZOO[name]()
@@ -200,7 +195,7 @@ def test_a_wrong_call_says_what_is_wrong(model, batch, loss, message):
 
 def test_an_optimizer_of_another_model_is_refused():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(BatchError, match="not the model's"):
+    with pytest.raises(BatchError, match="neither the model's nor the loss's"):
         profile(nn.Linear(2, 2), torch.ones(2, 2), optimizer=optimizer, repeats=0)
 
 

@@ -16,8 +16,6 @@ from remat.planner.plan import Call, PlannedSegment
 from remat.profiler import BatchError
 from torch import nn
 
-torch.set_num_threads(1)
-
 
 class Net(nn.Module):
     def __init__(self, width=8, count=3):

@@ -13,8 +13,6 @@ from remat.planner.finding.planning import Planner
 
 from .zoo import ZOO
 
-torch.set_num_threads(1)
-
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 """What torch's checkpoint keeps for each segment; a small model's peak is not much more than a few of them."""
 BUDGETS = {"85 %": "85%", "least": 1}

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from remat.planner import Applied, ApplyError, Plan, apply
 from remat.profiler import BatchError
-from remat.profiler.preserve import preserved
 from torch import nn
 
 from .first_batch import FirstPlan, FirstPlanKeywords
@@ -129,11 +128,15 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 @contextmanager
 def _unlogged(module: LightningModule) -> Iterator[None]:
-    """Let a module's steps leave nothing behind, neither in itself nor in what is logged."""
-    with preserved(module):
-        for name in ("log", "log_dict"):
-            vars(module)[name] = _nothing
+    """Let a module's steps log nothing; what else they change, planning puts back."""
+    attributes = vars(module)
+    own = {name: attributes[name] for name in ("log", "log_dict") if name in attributes}
+    attributes.update(log=_nothing, log_dict=_nothing)
+    try:
         yield
+    finally:
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(own)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

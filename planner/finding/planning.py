@@ -168,7 +168,8 @@ class Planner:
         sharding = None
         if ranks > 1:
             sharding = Sharding.of(model, paths, ranks, accumulation=options.accumulation, round_to=session.round_to)
-        with unplanned(model):
+        session.step.guard.also_keep(optimizer)
+        with unplanned(model), session.step.guard.undisturbed():
             whole = profile(
                 model,
                 batch,
@@ -256,6 +257,28 @@ class Planner:
         asked = parse_budget(budget, self.search.unplanned_peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
         say = progress or silent
+        with unplanned(self.session.step.model), self.session.step.guard.undisturbed():
+            planner, found = self._found(limit, solver, time_limit_s, gap, say, check=check)
+        if isinstance(found, DryRunFailedError):
+            raise found.cause
+        if found.peak_bytes <= limit:
+            return planner._plan_of(found, asked, headroom)
+        raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
+
+    def _found(
+        self,
+        limit: int,
+        solver: str,
+        time_limit_s: float | None,
+        gap: float,
+        say: Callable[[str], None],
+        *,
+        check: bool,
+    ) -> tuple[Planner, Trial | DryRunFailedError]:
+        """Search until a plan fits that computes the same, as far as `check` lets it be seen.
+
+        Returns also the planner that found it: it offers none of the segments that were seen to fail.
+        """
         target, planner = limit, self
         for _ in range(CHECKS):
             found = planner.search.best_or_failure(target, solver, time_limit_s, gap, say)
@@ -274,14 +297,8 @@ class Planner:
                 if dry_run_peak <= target and found.peak_bytes > limit:
                     target -= found.peak_bytes - limit
                     continue
-            break
-        else:
-            found = planner.search.unplanned_trial()
-        if isinstance(found, DryRunFailedError):
-            raise found.cause
-        if found.peak_bytes <= limit:
-            return planner._plan_of(found, asked, headroom)
-        raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
+            return planner, found
+        return planner, planner.search.unplanned_trial()
 
     def timeline(self, plan: Plan | None = None) -> Timeline:
         """Return the memory over the step, without a plan or with one: what the plan's own dry run saw.

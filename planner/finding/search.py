@@ -12,7 +12,6 @@ import torch
 from ...profiler import Profile, Session
 from ...profiler.allocator import allocated_peak_bytes
 from ...profiler.caching_allocator import AllocatorSettings
-from ...profiler.preserve import preserved
 from ...profiler.reserved import reserved_bytes
 from ...profiler.step_record import StepRecord
 from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
@@ -246,7 +245,7 @@ class Search:
         told = profile.bytes_from == "dry run" and profile.unseen_bytes <= UNSEEN * profile.peak_bytes()
         if told or profile.accumulation:
             return 0
-        with preserved(session.step.model, written_parameters=session.step.written):
+        with session.step.guard.preserved():
             return self.with_entry(allocated_peak_bytes(session.step.train, session.device))
 
     def with_entry(self, allocated: int) -> int:

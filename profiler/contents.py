@@ -1,0 +1,67 @@
+"""What containers hold, read and put back in place by the methods of their base classes, past any overridden ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .reach import MISSING
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _base(container: object) -> Any:
+    return next(base for base in (OrderedDict, dict, list, set, deque) if isinstance(container, base))
+
+
+def flat(container: Any) -> list[Any]:
+    """List what a container holds: a dictionary's keys and then its values, or items; a set's in order of identity."""
+    base = _base(container)
+    if issubclass(base, dict):
+        return [*base.keys(container), *base.values(container)]
+    items: list[Any] = list(base.__iter__(container))
+    return sorted(items, key=id) if base is set else items
+
+
+def refill(container: Any, contents: list[Any]) -> None:
+    """Let a container hold again what `flat` listed."""
+    base = _base(container)
+    base.clear(container)
+    if issubclass(base, dict):
+        half = len(contents) // 2
+        for key, value in zip(contents[:half], contents[half:], strict=True):
+            base.__setitem__(container, key, value)
+    elif base is set:
+        base.update(container, contents)
+    else:
+        base.extend(container, contents)
+
+
+def replace_items(container: Any, others: Mapping[int, object]) -> None:
+    """Put other objects in place of those in a dictionary or list that have the given identities."""
+    base = _base(container)
+    if base in (set, deque):
+        return
+    items: list[Any] = list(base.items(container) if issubclass(base, dict) else enumerate(base.__iter__(container)))
+    for key, value in items:
+        if id(value) in others:
+            base.__setitem__(container, key, others[id(value)])
+
+
+def changed_in(container: Any, before: list[Any], now: list[Any]) -> str | None:
+    """Say which keys or items differ; None where plain data is equal again."""
+    if isinstance(container, dict):
+        was = dict(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
+        new = dict(zip(now[: len(now) // 2], now[len(now) // 2 :], strict=True))
+        keys = [k for k in {**was, **new} if not is_equal_data(was.get(k, MISSING), new.get(k, MISSING))]
+        return ", its " + ", ".join(str(key) for key in keys[:3]) if keys else None
+    same = len(before) == len(now) and all(is_equal_data(a, b) for a, b in zip(before, now, strict=True))
+    return None if same else ", what it holds"
+
+
+def is_equal_data(a: object, b: object) -> bool:
+    """Return whether two objects are one, or equal plain data."""
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
