@@ -1,0 +1,296 @@
+"""Planning and verifying disturb nothing that a step reaches, wherever it is; the audit in conftest looks on."""
+
+import functools
+import itertools
+import types
+
+import pytest
+import torch
+from remat.planner import apply, plan, verify
+from remat.profiler import BatchError, DisturbedError, profile
+from torch import nn
+
+from .audit import differences, picture
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def square(output):
+    return output.square().mean()
+
+
+def stack(*extra):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)], *extra)
+
+
+def plan_and_verify(model, loss=square, **options):
+    made = plan(model, X, "90%", solver="sqrt", loss=loss, **options)
+    return made, verify(model, X, made, loss=loss, repeats=0)
+
+
+def closure_over(head):
+    return lambda output: square(head(output))
+
+
+class Method:
+    """A trainer's loss: a method, its weights in a list of a slot."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, head):
+        self.held = [head]
+
+    def loss(self, output):
+        return square(self.held[0](output))
+
+
+HEAD = None
+
+
+def through_global(output):
+    return square(HEAD(output))
+
+
+def as_global(head):
+    global HEAD
+    HEAD = head
+    return through_global
+
+
+LOSSES = {
+    "closure": closure_over,
+    "method": lambda head: Method(head).loss,
+    "partial": lambda head: functools.partial(lambda head, output: square(head(output)), head),
+    "default": lambda head: lambda output, head=head: square(head(output)),
+    "global": as_global,
+    "module": lambda head: nn.Sequential(head, type("Square", (nn.Module,), {"forward": lambda self, x: square(x)})()),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_with_weights_and_statistics_of_its_own_keeps_them_and_its_gradients_count(kind):
+    model, head = stack(), nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8))
+    before = picture(head)
+    made, found = plan_and_verify(model, LOSSES[kind](head))
+    assert differences(before, picture(head)) == []
+    assert found.exact
+    without = plan(stack(), X, "100%", solver="none", loss=square).unplanned_peak_bytes
+    assert made.unplanned_peak_bytes >= without + head[0].weight.nbytes
+
+
+def test_a_loss_with_weights_trains_after_planning():
+    model, center = stack(), nn.Parameter(torch.ones(32))
+
+    def loss(output):
+        return square(output - center)
+
+    apply(model, plan(model, X, "90%", solver="sqrt", loss=loss))
+    optimizer = torch.optim.SGD([*model.parameters(), center], lr=0.1)
+    optimizer.zero_grad(set_to_none=False)
+    loss(model(X)).backward()
+    optimizer.step()
+    assert not torch.equal(center, torch.ones(32))
+
+
+def test_an_optimizer_over_model_and_loss_is_counted():
+    model, head = stack(), nn.Linear(32, 8)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    parts = profile(model, X, loss=closure_over(head), optimizer=optimizer, repeats=0).parts
+    trained = [*model.parameters(), *head.parameters()]
+    assert parts.optimizer == sum(2 * parameter.nbytes + 4 for parameter in trained)
+
+
+def stepping(model, attach):
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    attach(model, step)
+    return optimizers
+
+
+def after_accumulation(model, step):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def with_module_hooks(model, step):
+    for block in model:
+        block.register_full_backward_hook(
+            lambda module, given, received: [p.data.mul_(0.5) for p in module.parameters()]
+        )
+
+
+@pytest.mark.parametrize("attach", [after_accumulation, with_module_hooks])
+def test_an_optimizer_in_hooks_of_backward_is_not_stepped_by_planning(attach):
+    model, twin = stack(), stack()
+    optimizers, _ = stepping(model, attach), stepping(twin, attach)
+    before = picture(model)
+    made, found = plan_and_verify(model)
+    assert differences(before, picture(model)) == []
+    assert not any(optimizer.state for optimizer in optimizers.values())
+    assert found.exact
+    apply(model, made)
+    for one in (model, twin):
+        for _ in range(2):
+            square(one(X)).backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_gradients_that_hooks_free_in_backward_are_counted_so():
+    plain, hooked = stack(), stack()
+    stepping(hooked, after_accumulation)
+    ordinary = profile(plain, X, loss=square, repeats=1)
+    freed = profile(hooked, X, loss=square, repeats=1)
+    assert ordinary.parts.gradients == sum(parameter.nbytes for parameter in plain.parameters())
+    assert freed.parts.gradients == 0
+    assert freed.parts.optimizer == sum(parameter.nbytes for parameter in plain.parameters())
+
+
+def test_hooks_that_step_are_refused_by_name_where_no_copy_of_the_weights_fits(monkeypatch):
+    model = stack()
+    stepping(model, after_accumulation)
+    monkeypatch.setattr("remat.profiler.snapshot.fits", lambda nbytes, device: False)
+    with pytest.raises(DisturbedError, match="hooks run in backward"):
+        profile(model, X, loss=square, repeats=0)
+    assert profile(stack(), X, loss=square, repeats=0).parts.gradients > 0
+
+
+class Wrapper:
+    """As trainers hand optimizers around: reads and writes go through."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.optimizer.param_groups = groups
+
+
+def test_a_wrapped_optimizer_counts_as_the_one_inside_and_keeps_its_state():
+    model = stack()
+    inner = torch.optim.AdamW(model.parameters())
+    square(model(X)).backward()
+    inner.step()
+    before = picture(inner)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+    plain = profile(model, X, loss=square, optimizer="adamw", repeats=0).parts
+    for optimizer in (Wrapper(inner), schedule, inner):
+        assert profile(model, X, loss=square, optimizer=optimizer, repeats=0).parts == plain
+    assert [line for line in differences(before, picture(inner)) if ".state" in line] == []
+
+
+def test_a_wrapper_that_does_more_is_refused_by_name():
+    model = stack()
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base):
+            self.base_optimizer = base
+            super().__init__(base.param_groups, {})
+
+    with pytest.raises(BatchError, match=r"Lookahead around another one.*optimizer\.base_optimizer"):
+        profile(model, X, loss=square, optimizer=Lookahead(torch.optim.SGD(model.parameters())), repeats=0)
+
+
+TABLES = {}
+
+
+@functools.lru_cache
+def table(length):
+    return torch.arange(length * 32.0).view(length, 32).sin()
+
+
+class Made(nn.Module):
+    """Makes tables and a mask at its first use, in every place where libraries keep such."""
+
+    held = types.SimpleNamespace(table=None)
+
+    def __init__(self, config):
+        super().__init__()
+        self.net, self.config, self.mask = (
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)),
+            config,
+            None,
+        )
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(len(x), 32).tril()
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.ones(len(x), 32).cumsum(0)
+        if Made.held.table is None:
+            Made.held.table = torch.ones(32).cumsum(0)
+        if self.config.kind is None:
+            self.config.kind = "single"
+        return x + self.net(x * self.mask + TABLES[len(x)].log() + table(len(x)) + Made.held.table.log())
+
+
+def test_what_is_made_at_first_use_is_no_trace_of_planning_and_no_hazard():
+    def fresh():
+        TABLES.clear()
+        table.cache_clear()
+        Made.held.table = None
+        torch.manual_seed(0)
+        config = types.SimpleNamespace(kind=None)
+        return nn.Sequential(*[Made(config) for _ in range(4)])
+
+    peaks = []
+    for warm in (False, True):
+        model = fresh()
+        if warm:
+            model(X)
+        made = plan(model, X, "80%", solver="dp", loss=square)
+        assert made.segments
+        peaks.append((made.unplanned_peak_bytes, made.predicted_peak_bytes))
+        if not warm:
+            assert (TABLES, table.cache_info().currsize, Made.held.table) == ({}, 0, None)
+            assert (model[0].mask, model[0].config.kind) == (None, None)
+    assert peaks[0] == peaks[1]
+
+
+def test_a_parameter_that_forward_gives_other_data_has_its_own_again():
+    class Reassigns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            self.weight.data = self.weight.data * 0.5
+            return x * self.weight
+
+    model = stack(Reassigns())
+    data = model[-1].weight.data_ptr()
+    plan_and_verify(model)
+    assert model[-1].weight.data_ptr() == data
+    assert torch.equal(model[-1].weight, torch.ones(32))
+
+
+def test_iterators_private_generators_and_settings_stay_where_they_were():
+    counter, generator = itertools.count(), torch.Generator().manual_seed(3)
+
+    def loss(output):
+        torch.set_float32_matmul_precision("high")
+        return square(output) * (1 + next(counter)) + torch.rand((), generator=generator)
+
+    state = generator.get_state()
+    plan(stack(), X, "90%", solver="sqrt", loss=loss)
+    assert next(counter) == 0
+    assert torch.equal(generator.get_state(), state)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_cannot_be_put_back_is_refused_by_name():
+    numbers = (number for number in range(1000))
+
+    def loss(output):
+        return square(output) * (1 + next(numbers))
+
+    with pytest.raises(DisturbedError, match="variable 'numbers'"):
+        plan(stack(), X, "90%", solver="sqrt", loss=loss)
