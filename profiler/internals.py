@@ -2,7 +2,8 @@
 
 Last checked with torch 2.13.
 """
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnnecessaryComparison=false, reportAttributeAccessIssue=false, reportUnknownLambdaType=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnnecessaryComparison=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 

@@ -265,7 +265,8 @@ class Reach:
             self.caches.append(value)
         elif isinstance(value, functools.cached_property):
             self._meet(cast("Any", value).func, id(value), "")
-        elif isinstance(value, Iterator):
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            # An iterator of a user's own class is told by its attributes.
             self.iterators.append(value)
         if not _is_looked_into(type(value)):
             return

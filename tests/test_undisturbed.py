@@ -118,10 +118,13 @@ def after_accumulation(model, step):
 
 
 def with_module_hooks(model, step):
-    for block in model:
-        block.register_full_backward_hook(
-            lambda module, given, received: [p.data.mul_(0.5) for p in module.parameters()]
-        )
+    def halve(module, given, received):
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+    # The first block's inputs need no gradient, of which such a hook warns.
+    for block in model[1:]:
+        block.register_full_backward_hook(halve)
 
 
 @pytest.mark.parametrize("attach", [after_accumulation, with_module_hooks])
@@ -246,7 +249,7 @@ def test_what_is_made_at_first_use_is_no_trace_of_planning_and_no_hazard():
         model = fresh()
         if warm:
             model(X)
-        made = plan(model, X, "80%", solver="dp", loss=square)
+        made = plan(model, X, "90%", solver="dp", loss=square)
         assert made.segments
         peaks.append((made.unplanned_peak_bytes, made.predicted_peak_bytes))
         if not warm:

@@ -25,6 +25,7 @@ class Expected:
 
     def __init__(self, plan: Plan, calls: dict[CallKey, str]) -> None:
         self._autocast = plan.circumstances.autocast
+        self._device = plan.circumstances.device.partition(" ")[0] or "cpu"
         self._sizes = {tensor.name: _size(tensor.shape) for tensor in plan.batch}
         self._circumstances_told = plan.fingerprint is None
         self._calls_told = False
@@ -34,18 +35,21 @@ class Expected:
         for key, index in calls:
             self._least[key] = max(self._least.get(key, 0), index + 1)
 
-    def check_circumstances(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn, once, of other autocast settings or of a larger batch than planned for."""
+    def check_precision(self) -> None:
+        """Warn, once, of other autocast settings than planned for, at a segment's beginning.
+
+        There, because a trainer may have put its autocast around the model's own forward, inside what a plan put there.
+        """
+        if self._circumstances_told or not (autocast_is_on() or self._autocast):
+            return
+        now = autocast_now(self._device)
+        if now != self._autocast:
+            self._tell_of_circumstances(f"with {precision_words(now)}, planned with {precision_words(self._autocast)}")
+
+    def check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn, once, of a larger batch than planned for."""
         if self._circumstances_told:
             return
-        if autocast_is_on() or self._autocast:
-            device = next((v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), "cpu")
-            now = autocast_now(device)
-            if now != self._autocast:
-                self._tell_of_circumstances(
-                    f"with {precision_words(now)}, planned with {precision_words(self._autocast)}"
-                )
-                return
         for name, value in (*((str(k), v) for k, v in enumerate(args)), *kwargs.items()):
             planned = self._sizes.get(name)
             if planned is not None and isinstance(value, torch.Tensor) and value.numel() > planned:

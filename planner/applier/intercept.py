@@ -226,7 +226,7 @@ class PlannedForward(StandIn):
         planned.check_model()
         expected = planned.expected if self.module is planned.root else None
         if expected is not None:
-            expected.check_circumstances(args, kwargs)
+            expected.check_batch(args, kwargs)
         session.counts, session.cut = {}, []
         try:
             output = session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
@@ -255,6 +255,9 @@ class PlannedForward(StandIn):
         body = self._in_scope if self.scope else self.original
         if segment is None:
             return body(*args, **kwargs)
+        assert self.planned is not None
+        if self.planned.expected is not None:
+            self.planned.expected.check_precision()
         return OneCall(sessions, session, segment, Inputs(args, kwargs)).run(body, args, kwargs)
 
     def _in_scope(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +300,8 @@ class MemberCall(StandIn):
         if loop is not None:
             loop.pause()
         if call in planned.begins:
+            if planned.expected is not None:
+                planned.expected.check_precision()
             loop = begin_runs(planned.sessions, loop, call, args, kwargs)
         session.loop = None
         if loop is None:
