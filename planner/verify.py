@@ -170,7 +170,7 @@ def verify(
     """
     if steps < 1 or repeats < 0:
         raise BatchError(f"steps must be at least 1 and repeats at least 0, got {steps} and {repeats}")
-    step = Step.of(model, batch, loss, holds_output=plan.circumstances.holds_output)
+    step = Step.of(model, batch, loss, holds_output=isinstance(plan, Plan) and plan.circumstances.holds_output)
     check_subject(model, plan)
     plan.check(model)
     if model.training != plan.training:

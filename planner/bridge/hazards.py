@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Hazards:
         self._hooked = [(c.start, c.stop) for c in made if c.hooked]
         self._units = [(c.start, c.stop) for c in made if c.module in units]
         self._several_calls = any(call.index != 0 for call in profile.calls)
+        self._called = {call.module for call in profile.calls}
         forward = range(profile.loss_stop)
         operators, storages = profile.operators, profile.storages
         self._unrepeatable = [
@@ -104,7 +106,11 @@ class Hazards:
 
     def allow_members(self, members: list[int], first: int, end: int) -> bool:
         """Say whether the calls of [first, end) can be made again, and what ran between them can be repeated."""
-        return not (self._members_overlap(members) or self._changes_between(members, first, end))
+        return not (
+            self._members_overlap(members)
+            or self._outlasts_its_loop(members)
+            or self._changes_between(members, first, end)
+        )
 
     def bars_nesting(self, cut: Iterable[int], members: list[int]) -> bool:
         """Say whether a segment that cuts some calls in two can be nested in none that holds them whole.
@@ -125,6 +131,18 @@ class Hazards:
                 if outer and path != outer and not path.startswith(f"{outer}."):
                     return True
         return False
+
+    def _outlasts_its_loop(self, members: list[int]) -> bool:
+        """Members in two calls of the container that holds them all by name: the run ends when the first call does."""
+        if len(members) < 2 or not self._several_calls:
+            return False
+        calls = self.profile.calls
+        common = commonprefix([calls[member].module.split(".")[:-1] for member in members])
+        while common and ".".join(common) not in self._called:
+            common = common[:-1]
+        name = ".".join(common)
+        around = {next((k for k in self.calls.around(m) if calls[k].module == name), -1) for m in members}
+        return bool(name) and len(around) > 1
 
     def _holds_what_changes_itself(self, first: int, end: int) -> bool:
         """A call with findings (a counter, a cache, Python's random numbers): a replay would change it again."""
