@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 import numpy as np
 
@@ -137,7 +137,8 @@ class Hazards:
         if len(members) < 2 or not self._several_calls:
             return False
         calls = self.profile.calls
-        common = commonprefix([calls[member].module.split(".")[:-1] for member in members])
+        parts = zip(*(calls[member].module.split(".")[:-1] for member in members), strict=False)
+        common = [first for first, *others in takewhile(lambda same: len(set(same)) == 1, parts)]
         while common and ".".join(common) not in self._called:
             common = common[:-1]
         name = ".".join(common)
