@@ -138,7 +138,7 @@ class Hazards:
             return False
         calls = self.profile.calls
         parts = zip(*(calls[member].module.split(".")[:-1] for member in members), strict=False)
-        common = [first for first, *others in takewhile(lambda same: len(set(same)) == 1, parts)]
+        common = [first for first, *_ in takewhile(lambda same: len(set(same)) == 1, parts)]
         while common and ".".join(common) not in self._called:
             common = common[:-1]
         name = ".".join(common)
