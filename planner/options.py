@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import BatchError
+from ..profiler.repeatable import Repeatable
 from ..profiler.step import Loss
 from .errors import PlanError
 
@@ -24,6 +25,7 @@ class StepKeywords(TypedDict, total=False):
     holds_output: bool
     save_sets: bool
     cross_operators: bool
+    repeatable_hooks: bool | Iterable[object]
     units: Iterable[nn.Module]
     ranks: int
     repeats: int
@@ -44,6 +46,10 @@ class StepOptions:
             holds it. `loss` cannot tell, for it does not see what its caller still refers to.
         save_sets: Let segments keep some operators' outputs (selective checkpointing).
         cross_operators: Let segments run across a container's own operators; not possible under torch.compile.
+        repeatable_hooks: True, or the forward hooks (or the modules that carry them) that a replay may run once more,
+            as it does those of modules inside a segment: hooks that only compute, from what they are given and from
+            weights, and keep nothing. A module with another hook is left inside no segment. torch's own that make a
+            weight anew (weight_norm, spectral_norm, pruning) are known and need not be named.
         units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
             there only during their own calls, so a segment holds such a call whole or lies within it.
         ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
@@ -59,6 +65,7 @@ class StepOptions:
     holds_output: bool = True
     save_sets: bool = True
     cross_operators: bool = True
+    repeatable_hooks: Repeatable = False
     units: tuple[nn.Module, ...] = ()
     ranks: int = 1
     repeats: int = 3
@@ -69,7 +76,7 @@ class StepOptions:
 
         Raises:
             TypeError: There is no such option.
-            BatchError: `units` or `ranks` cannot be used.
+            BatchError: `units`, `ranks` or `repeatable_hooks` cannot be used.
         """
         known = [field.name for field in fields(cls)]
         for name in keywords:
@@ -83,7 +90,14 @@ class StepOptions:
                 f"units must be several modules of the model, got {type(units).__name__}: pass model.layers, say"
             )
         _check_ranks(keywords.get("ranks", 1))
-        given: dict[str, Any] = {**keywords, "units": tuple(units)}
+        hooks: Any = keywords.get("repeatable_hooks", False)
+        if not isinstance(hooks, (bool, Iterable)) or isinstance(hooks, nn.Module):
+            raise BatchError(
+                f"repeatable_hooks must be True or several hooks or modules, got {type(hooks).__name__}: "
+                "pass [hook], say"
+            )
+        kept = hooks if isinstance(hooks, bool) else tuple(hooks)
+        given: dict[str, Any] = {**keywords, "units": tuple(units), "repeatable_hooks": kept}
         return cls(**given)
 
     @property

@@ -174,7 +174,7 @@ def record_step(
         recorder.identify(buffer, "buffer", name)
     for tensor in step.tensors():
         recorder.identify(tensor, "batch")
-    with recorder, recorder.watch(model):
+    with recorder, recorder.watch(model, step.repeatable_hooks):
         saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
             output = step.forward()

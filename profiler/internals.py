@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
+from torch.nn.modules import module
 from torch.utils import _foreach_utils
 
 # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
@@ -106,6 +107,11 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return a module's forward hooks and forward pre-hooks."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def global_forward_hooks() -> list[Any]:
+    """Return the forward hooks and forward pre-hooks that run at every module's call."""
+    return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
 
 
 def kineto_events(profiler: Any) -> list[Any]:

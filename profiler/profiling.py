@@ -17,6 +17,7 @@ from .dry_run import DryRunError, dry_run, record_step
 from .kernels import with_host
 from .optimizer import optimizer_bytes, unwrapped
 from .records import Parts, Profile
+from .repeatable import Repeatable
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
@@ -71,7 +72,13 @@ class Session:
 
 
 def open_session(
-    model: nn.Module, batch: object, loss: Loss | None, *, accumulation: bool = False, holds_output: bool = True
+    model: nn.Module,
+    batch: object,
+    loss: Loss | None,
+    *,
+    accumulation: bool = False,
+    holds_output: bool = True,
+    repeatable_hooks: Repeatable = False,
 ) -> Session:
     """Check the model and the batch and get ready to record steps.
 
@@ -79,7 +86,7 @@ def open_session(
         BatchError: The batch cannot be used.
         DeviceError: Steps cannot be measured on the model's device.
     """
-    step = Step.of(model, batch, loss, holds_output=holds_output)
+    step = replace(Step.of(model, batch, loss, holds_output=holds_output), repeatable_hooks=repeatable_hooks)
     device = next(model.parameters()).device
     device_of(device)
     return Session(step, device, ScratchMeter(), accumulation)

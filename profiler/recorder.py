@@ -26,9 +26,11 @@ from .internals import (
     autograd_sequence,
     fake_mode_is_on,
     forward_hooks,
+    global_forward_hooks,
     storage_key,
     unset_fake_temporarily,
 )
+from .repeatable import Repeatable, may_run_again, remade_by
 from .scratch import ScratchMeter
 from .step import BatchError
 from .step_record import Kind, ModuleCall, Operator, StepRecord, Storage
@@ -124,6 +126,8 @@ class Recorder(TorchDispatchMode):
         self._counts: dict[str, int] = {}
         self._counts_without_gradients: dict[str, int] = {}
         self._hooked: dict[str, bool] = {}
+        # Attributes that torch's hooks set anew at each call, by module.
+        self._remade: dict[str, frozenset[str]] = {}
         self._stopped = False
         self._finish_attributes: list[Callable[[], list[str]]] = []
 
@@ -296,12 +300,24 @@ class Recorder(TorchDispatchMode):
         self._pending.clear()
 
     @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Note the calls of every submodule's forward, what they ran and what they changed besides their output."""
+    def watch(self, model: nn.Module, repeatable: Repeatable = False) -> Iterator[None]:
+        """Note the calls of every submodule's forward, what they ran and what they changed besides their output.
+
+        Args:
+            model: The model.
+            repeatable: Which hooks of the user's may run again.
+        """
+        everywhere = any(not may_run_again(hook, None, repeatable) for hook in global_forward_hooks())
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                self._hooked[name] = _is_hooked(module)
-                handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True)
+                self._hooked[name] = everywhere or any(
+                    not may_run_again(hook, module, repeatable) for hook in forward_hooks(module)
+                )
+                self._remade[name] = frozenset(made.attribute for made in remade_by(forward_hooks(module)))
+                # What makes a weight anew belongs to the call: it runs again where the call does.
+                handle = module.register_forward_pre_hook(
+                    _Enter(self, name), with_kwargs=True, prepend=bool(self._remade[name])
+                )
                 stack.callback(handle.remove)
                 handle = module.register_forward_hook(
                     _Leave(self, name), prepend=True, with_kwargs=True, always_call=True
@@ -332,7 +348,7 @@ class Recorder(TorchDispatchMode):
         )
         self._stack.append(len(self._calls))
         self._calls.append(call)
-        self._finish_attributes.append(_observe(module, inputs))
+        self._finish_attributes.append(_observe(module, inputs, self._remade[name]))
 
     def leave(self, name: str) -> None:
         """End the innermost module call, if it is one of this module.
@@ -362,12 +378,6 @@ class _Leave:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._recorder.leave(self._name)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Say whether a module carries forward hooks of the user's."""
-    modules = [getattr(hook, "__module__", None) or "" for hook in forward_hooks(module)]
-    return any(not name.startswith("torch.distributed") for name in modules)
 
 
 _BATCH_NORMS = frozenset(
@@ -409,8 +419,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     return written
 
 
-def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
-    """Remember what a call could change besides its output; return a function that says what it did change."""
+def _observe(module: nn.Module, inputs: Any, remade: frozenset[str]) -> Callable[[], list[str]]:
+    """Remember what a call could change besides its output; return a function that says what it did change.
+
+    Args:
+        module: The module called.
+        inputs: What with.
+        remade: Attributes that its hooks set anew at each call.
+    """
     attributes = _attributes(module)
     buffers = _buffer_identities(module)
     arguments = _objects_in(inputs)
@@ -421,7 +437,7 @@ def _observe(module: nn.Module, inputs: Any) -> Callable[[], list[str]]:
         now = _attributes(module)
         changed = sorted(
             name
-            for name in attributes.keys() | now.keys()
+            for name in (attributes.keys() | now.keys()) - remade
             if attributes.get(name) != now.get(name) and not _is_first_time(attributes.get(name), now.get(name))
         )
         if changed:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .guard import Guard
+from .repeatable import Repeatable
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -38,6 +39,7 @@ class Step:
         holds_output: The model's output is referred to until backward is over; else it goes once there is a loss.
         beside: Tensors that are trained besides the model's parameters (a loss's own), by how they are reached; filled
             in where a step is recorded.
+        repeatable_hooks: Which forward hooks of the user's a replay may run again.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Step:
     guard: Guard = field(compare=False, repr=False)
     holds_output: bool = True
     beside: tuple[tuple[str, torch.Tensor], ...] = ()
+    repeatable_hooks: Repeatable = False
 
     @staticmethod
     def of(model: nn.Module, batch: object, loss: Loss | None = None, *, holds_output: bool = True) -> Step:

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from ...profiler.repeatable import remade_by
 from ..errors import ApplyError
 from ..plan import Call, Plan, PlannedSegment
 from .expected import Expected
 from .intercept import MemberCall, Planned, PlannedForward, Replication, StandIn
-from .internals import buffers_of, has_forward
+from .internals import buffers_of, forward_hook_registries, has_forward
 from .reads import Reads, what_decides
 from .save_set import SaveSet
 from .session import NO_SCOPE, CallKey, Level, Segment
@@ -240,20 +241,29 @@ class _Binding:
             self._admit_run(planned, members, calls, where)
         else:
             self.singles.update(key for key, _ in calls)
-        restored = [self._buffer(name, where) for name in planned.restored_buffers]
-        buffers = list(dict.fromkeys([*restored, *_statistics(members)]))
         inside = {module: self._paths[id(module)] for member in members for module in member.modules()}
         # The member of a segment of one call is not called again, only its forward.
         called = [module for module in inside if len(members) > 1 or module is not members[0]]
+        hooked = [
+            (module, made) for module in called for made in remade_by(forward_hook_registries(module)[1].values())
+        ]
+        restored = [self._buffer(name, where) for name in planned.restored_buffers]
+        advanced = [(module, name) for module, made in hooked for name in made.advances]
+        buffers = list(dict.fromkeys([*restored, *_statistics(members), *advanced]))
+        remade = [(module, made.attribute) for module, made in hooked]
+        watched = Watched(
+            self._root, where, inside, restored=[*buffers, *remade], called=called, reads=self._reads_of(inside)
+        )
         segment = Segment(
             where=where,
             calls=calls,
             modules=list(inside),
-            watched=Watched(self._root, where, inside, restored=buffers, called=called, reads=self._reads_of(inside)),
+            watched=watched,
             inside=self.level(planned.children, planned),
             save=SaveSet(planned.save, where) if planned.save else None,
             early_stop=planned.early_stop,
             buffers=buffers,
+            remade=remade,
             scope=self._loop_of(planned) if len(calls) > 1 else NO_SCOPE,
         )
         if parent is None:

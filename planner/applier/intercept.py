@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from ...profiler.repeatable import may_run_again
 from ..errors import ApplyError
 from .expected import Expected
 from .internals import (
@@ -26,6 +27,7 @@ from .internals import (
     children_of,
     compiler_callback,
     forward_hook_registries,
+    global_hook_registries,
     uncompiled,
 )
 from .loop import begin_runs
@@ -33,9 +35,6 @@ from .packing import Inputs
 from .region import OneCall
 from .session import Level, Session, Sessions
 from .traced import Traced, TracedCall, TracedFirst
-
-# Hooks that may run in replays too: fully_shard's, which gather parameters, transformers' own, and the recorder's.
-_AGAIN = ("torch.distributed", "transformers.", "remat.profiler")
 
 
 class Planned:
@@ -61,9 +60,10 @@ class Planned:
         self._children = [children_of(module) for module in root.modules()]
         self._expected = [children.copy() for children in self._children]
         self._checkpointing = [module for module in root.modules() if hasattr(module, "gradient_checkpointing")]
-        # Each path twice, once for the hooks and once for the pre-hooks.
-        self._replayed = [path for path in replayed.values() for _ in range(2)]
+        # Each path twice, once for the hooks and once for the pre-hooks; "" for those of all modules.
+        self._replayed = [path for path in (*replayed.values(), "") for _ in range(2)]
         self._hooks = [hooks for module in replayed for hooks in forward_hook_registries(module)]
+        self._hooks += global_hook_registries()
         self._known_hooks = [hooks.copy() for hooks in self._hooks]
 
     def in_force(self, session: Session) -> bool:
@@ -94,11 +94,13 @@ class Planned:
     def _warn_of_hooks(self) -> None:
         """Warn, once for each, of hooks that came after the plan and that a replay runs a second time."""
         for path, known, now in zip(self._replayed, self._known_hooks, self._hooks, strict=True):
-            names = [getattr(hook, "__module__", None) or "" for key, hook in now.items() if key not in known]
-            if any(not name.startswith(_AGAIN) for name in names):
+            if any(not may_run_again(hook) for key, hook in now.items() if key not in known):
+                got = f"module {path!r} got a forward hook" if path else "all modules got a forward hook"
+                inside = "is" if path else "some are"
                 warnings.warn(
-                    f"module {path!r} got a forward hook after the plan was applied and is inside a segment: a replay "
-                    "runs the hook a second time. Register hooks before planning, and the plan leaves such modules out",
+                    f"{got} after the plan was applied and {inside} inside a segment: a replay runs the hook a second "
+                    "time. Register hooks before planning, and the plan leaves such modules out, or holds them with "
+                    "repeatable_hooks=",
                     stacklevel=2,
                 )
         self._known_hooks = [hooks.copy() for hooks in self._hooks]

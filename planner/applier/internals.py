@@ -20,6 +20,7 @@ from torch._C import _push_on_torch_function_stack as _push_mode
 from torch._C._autograd import _make_saved_tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.backends import cuda
+from torch.nn.modules import module as module_file
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -106,6 +107,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def forward_hook_registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the dictionaries a module keeps its forward hooks and forward pre-hooks in."""
     return module._forward_hooks, module._forward_pre_hooks
+
+
+def global_hook_registries() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dictionaries of forward hooks and forward pre-hooks that run at every module's call."""
+    return module_file._global_forward_hooks, module_file._global_forward_pre_hooks
 
 
 def has_forward(module: nn.Module) -> bool:

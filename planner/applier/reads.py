@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...profiler.repeatable import remade_by
 from .internals import buffers_of, children_of, forward_hook_registries, parameters_of
 
 _MOST_FUNCTIONS = 5_000
@@ -154,7 +155,11 @@ class Reads:
             for value in vars(module).values():
                 reads._follow(value)
             for hooks in forward_hook_registries(module):
-                reads._follow_all(hooks.values())
+                # They put names together, but from few parts: no reason to count every attribute there is.
+                for made in remade_by(hooks.values()):
+                    for name in (made.attribute, *made.reads):
+                        reads._mention(name)
+                reads._follow_all(hook for hook in hooks.values() if not remade_by([hook]))
         reads._finish()
         return reads
 

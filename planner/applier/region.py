@@ -141,6 +141,7 @@ class Region:
         ambient = ambient_settings()
         buffers = self.segment.buffers
         originals = [(m, name, buffers_of(m)[name]) for m, name in buffers] if buffers else ()
+        remade = [(m, name, vars(m)[name]) for m, name in self.segment.remade if name in vars(m)]
         try:
             if flags != self._flags:
                 _set_flags(self.segment, self._flags)
@@ -156,6 +157,8 @@ class Region:
         finally:
             for module, name, value in originals:
                 buffers_of(module)[name] = value
+            for module, name, value in remade:
+                vars(module)[name] = value
             if ambient != self._ambient:
                 set_ambient(ambient)
             if flags != self._flags:

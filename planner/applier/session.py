@@ -63,7 +63,19 @@ class Segment:
     """A planned segment with its names resolved to the model's own objects."""
 
     __slots__ = (
-        *("buffers", "calls", "early_stop", "inside", "modules", "removed", "save", "scope", "watched", "where"),
+        *(
+            "buffers",
+            "calls",
+            "early_stop",
+            "inside",
+            "modules",
+            "remade",
+            "removed",
+            "save",
+            "scope",
+            "watched",
+            "where",
+        ),
     )
 
     def __init__(
@@ -77,6 +89,7 @@ class Segment:
         save: SaveSet | None,
         early_stop: bool,
         buffers: list[tuple[nn.Module, str]],
+        remade: list[tuple[nn.Module, str]],
         scope: int,
     ) -> None:
         self.where = where
@@ -86,6 +99,8 @@ class Segment:
         self.save = save
         self.early_stop = early_stop
         self.buffers = buffers
+        # Attributes that hooks set anew at each call, in a replay too.
+        self.remade = remade
         # Key of the module in whose loop a run must end at the latest.
         self.scope = scope
         self.modules = modules

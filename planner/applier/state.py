@@ -35,7 +35,7 @@ class Watched:
         root: The model.
         where: The segment's name, for errors.
         modules: All modules of the segment, with their paths.
-        restored: Buffers that a replay is given as forward saw them.
+        restored: Buffers that a replay is given as forward saw them, and attributes that hooks make anew in it.
         called: The modules that a replay calls, hooks and all.
         reads: What the segment's code can read; of attributes and buffers nothing else counts.
     """
@@ -75,10 +75,13 @@ class Watched:
                 watched = [n for n in read if registry[n] is not None and (module, n) not in restored]
                 self._registered += [(registry, name) for name in watched]
                 self._names += [(kind, _join(path, name)) for name in watched]
-            own = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE and not _is_size(module, v)}
+            left_out = _OF_EVERY_MODULE.union(n for owner, n in restored if owner is module)
+            own = {n: v for n, v in vars(module).items() if n not in left_out and not _is_size(module, v)}
             self._watch_attributes(module, path, own, seen, _DEPTH)
             later = [n for n, value in buffers_of(module).items() if value is None and reads.reads_of(module, n)]
-            self._objects += [(_join(path, name), module, name) for name in (*later, *sorted(reads.may_come(module)))]
+            self._objects += [
+                (_join(path, name), module, name) for name in (*later, *sorted(reads.may_come(module) - left_out))
+            ]
         self._dictionaries: list[dict[Any, Any]] = [children_of(module) for module in modules]
         self._dictionaries += [hooks for module in called for hooks in forward_hook_registries(module)]
         self._known = [dictionary.copy() for dictionary in self._dictionaries]

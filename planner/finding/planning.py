@@ -163,7 +163,14 @@ class Planner:
         ranks, optimizer = options.ranks, options.optimizer
         # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
         kept_whole = options.accumulation and ranks == 1
-        session = open_session(model, batch, options.loss, accumulation=kept_whole, holds_output=options.holds_output)
+        session = open_session(
+            model,
+            batch,
+            options.loss,
+            accumulation=kept_whole,
+            holds_output=options.holds_output,
+            repeatable_hooks=options.repeatable_hooks,
+        )
         paths = options.unit_paths(model)
         sharding = None
         if ranks > 1:
