@@ -25,6 +25,10 @@ class TensorFacts:
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype.removeprefix('torch.')}"
 
+    def to_text(self) -> str:
+        """Return both as a plan file has them: "torch.float32 [384, 384]"."""
+        return f"{self.dtype} {list(self.shape)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:

@@ -5,97 +5,38 @@ A plan holds names and numbers only. It knows nothing of profiles, solvers or ho
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
+from .patterns import Entry, Group, grouped, read
+from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["SCHEMA_VERSION", "BatchTensor", "Call", "Plan", "PlannedSegment", "SavedOperator"]
+
 SCHEMA_VERSION = 2
-_STRICT = ConfigDict(extra="forbid", strict=True)
 Source = Literal["measured", "estimated"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Name one call of a module within one forward of the root model.
-
-    `module` is the dotted path of the module, "" for the root; `index` counts its calls from 0.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-    module: str
-    index: Count = 0
-
-    def __str__(self) -> str:
-        name = self.module or "(root)"
-        return name if self.index == 0 else f"{name}#{self.index}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedOperator:
-    """Name one operator call whose outputs a segment keeps.
-
-    `operator` is str() of the OpOverload, like 'aten.addmm.default'. `index` counts the calls of that operator over
-    one run of the segment from 0, as torch's selective checkpointing counts: every dispatched call of it, also inside
-    child segments, except the operators it ignores (`SAC_IGNORED_OPS`: detach and metadata reads).
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-    operator: str
-    index: Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSegment:
-    """Describe one checkpointed segment: sibling calls of one parent, replayed together in backward.
-
-    The segment runs from the beginning of the first member's call to the end of the last member's.
-
-    Attributes:
-        members: Calls made by the same parent module, in execution order.
-        save: The save set: operators whose outputs are kept instead of replayed.
-        children: Segments nested inside, each within one member or a shorter run of the members.
-        early_stop: Whether a replay ends at its last saved tensor.
-        restored_buffers: Dotted names of buffers the segment writes; a replay leaves them as they are.
-        crosses_operators: Whether the parent runs operators of its own between the members.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-    members: Annotated[tuple[Call, ...], Field(min_length=1)]
-    save: tuple[SavedOperator, ...] = ()
-    children: tuple[PlannedSegment, ...] = ()
-    early_stop: bool = True
-    restored_buffers: tuple[str, ...] = ()
-    crosses_operators: bool = False
-
-    def walk(self) -> Iterator[PlannedSegment]:
-        """Yield this segment, then everything nested in it, outermost first."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-    def __str__(self) -> str:
-        first, last = self.members[0], self.members[-1]
-        return str(first) if len(self.members) == 1 else f"{first} .. {last} ({len(self.members)} calls)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTensor:
     """Describe one tensor of the sample batch: its name (an argument's), shape, dtype and device."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -131,7 +72,7 @@ class Plan:
         schema_version: Version of this file format.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     segments: tuple[PlannedSegment, ...]
     training: bool = True
     ranks: Annotated[int, Field(ge=1)] = 1
@@ -154,30 +95,57 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """Return the plan as indented JSON."""
-        return _ADAPTER.dump_json(self, indent=2).decode() + "\n"
+        """Return the plan as JSON for people: a summary, then segments by pattern, then figures; the fingerprint last.
+
+        Segments may be edited: lines added, taken away or narrowed; `planner/patterns.py` says how they are written.
+        The summary is for a reader and is not read back.
+        """
+        content: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
+        groups = grouped(self.segments, self.fingerprint)
+        in_full = content.pop("segments")
+        segments = in_full if groups is None else [group.entry for group in groups]
+        fingerprint: Any = content.pop("fingerprint")
+        for kind in ("parameters", "buffers") if self.fingerprint is not None else ():
+            facts = getattr(self.fingerprint, kind)
+            fingerprint[kind] = {name: fact.to_text() for name, fact in facts.items()}
+        version = content.pop("schema_version")
+        ordered = {"schema_version": version, "summary": _headline(self), "segments": segments, **content}
+        return _laid_out({**ordered, "fingerprint": fingerprint})
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
         """Read a plan from JSON.
 
         Args:
-            text: What `to_json` wrote.
+            text: What `to_json` wrote, as it was or edited.
             source: What to call the text in an error.
 
         Raises:
             PlanFileError: The text is not a plan of this schema; the message names the field.
         """
-        version = _schema_version(text, source)
+        content = _content(text, source)
+        version = content.get("schema_version")
         if version != SCHEMA_VERSION:
             raise PlanFileError(
                 f"{source}: schema_version is {version!r}, this remat reads {SCHEMA_VERSION}; "
                 "make the plan again, or use the remat version it names under 'versions'"
             )
+        content.pop("summary", None)
+        entries = content["segments"]
+        by_pattern = [_is_by_pattern(entry) for entry in entries] if isinstance(entries, list) else []
+        if by_pattern:
+            stand_in: dict[str, Any] = {"members": [{"module": "", "index": 0}]}
+            content["segments"] = [stand_in if n else e for n, e in zip(by_pattern, entries, strict=True)]
+        _spell_out(content.get("fingerprint"))
         try:
-            return _ADAPTER.validate_json(text)
+            plan = _ADAPTER.validate_json(json.dumps(content))
         except ValidationError as error:
             raise PlanFileError(_one_line(error, source)) from None
+        try:
+            segments = _segments(plan, entries, by_pattern)
+        except PlanFileError as error:
+            raise PlanFileError(f"{source}: field segments: {error}; undo the edit or make the plan again") from None
+        return replace(plan, segments=segments)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
@@ -224,30 +192,86 @@ class Plan:
         if self.fingerprint is not None:
             self.fingerprint.check(model)
 
+    def groups(self) -> list[Group]:
+        """Return the segments as they are written: those that differ in one number of their paths together."""
+        groups = grouped(self.segments, self.fingerprint)
+        return groups if groups is not None else [Group(str(segment), (segment,)) for segment in self.segments]
+
     def describe(self) -> str:
-        """Return the plan as a few lines of text: promises first, then the segments as a tree."""
+        """Return the plan as a few lines of text: promises first, then the segments by pattern."""
         lines = [_headline(self)]
-        for segment in self.segments:
-            lines += _segment_lines(segment, 1)
+        for group in self.groups():
+            lines += _group_lines(group.entry, group.segments[0], len(group.segments), 1)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def __str__(self) -> str:
         return self.describe()
 
+    def __repr__(self) -> str:
+        return f"<{_headline(self).partition(';')[0]}>"
+
+    def _repr_html_(self) -> str:
+        """Return the text as HTML, which notebooks show."""
+        first, *others = self.describe().splitlines()
+        rest = f"<pre>{escape(chr(10).join(others))}</pre>" if others else ""
+        return f"<p><b>{escape(first)}</b></p>{rest}"
+
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
 _ANY: TypeAdapter[object] = TypeAdapter(object)
+_BY_LINE = ("segments", "batch", "notes")
+"""Lists of which every entry has a line of its own."""
 
 
-def _schema_version(text: str | bytes, source: str) -> object:
+def _laid_out(content: dict[str, Any]) -> str:
+    """Write JSON with a line for each field, and for each entry of what people read."""
+    lines: list[str] = []
+    for name, value in content.items():
+        if name in _BY_LINE and value:
+            entries = ",\n".join(f"    {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+            lines.append(f"  {json.dumps(name)}: [\n{entries}\n  ]")
+        elif name == "fingerprint" and value:
+            parts = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items())
+            lines.append(f"  {json.dumps(name)}: {{\n{parts}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _content(text: str | bytes, source: str) -> dict[str, Any]:
     try:
-        content = _ANY.validate_json(text)
+        content: Any = _ANY.validate_json(text)
     except ValidationError as error:
         reason = re.sub(r"^Invalid JSON: ", "", error.errors()[0]["msg"])
         raise PlanFileError(f"{source}: not JSON ({reason}); the file is truncated or no plan, make it again") from None
     if not isinstance(content, dict) or "segments" not in content:
         raise PlanFileError(f"{source}: no field 'segments', so this is no plan file; pass what Plan.save wrote")
-    return content.get("schema_version")
+    return content
+
+
+def _is_by_pattern(entry: object) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, dict) and "members" not in entry)
+
+
+def _spell_out(fingerprint: Any) -> None:
+    """Put tensors' facts, written as a text, into the fields that they stand for."""
+    for kind in ("parameters", "buffers"):
+        facts: Any = fingerprint.get(kind) if isinstance(fingerprint, dict) else None
+        for name, text in facts.items() if isinstance(facts, dict) else ():
+            dtype, _, shape = str(text).partition(" ")
+            sizes = shape.strip("[]").split(", ") if shape != "[]" else []
+            if isinstance(text, str) and all(size.isdecimal() for size in sizes):
+                facts[name] = {"dtype": dtype, "shape": [int(size) for size in sizes]}
+
+
+def _segments(plan: Plan, entries: list[Entry], by_pattern: list[bool]) -> tuple[PlannedSegment, ...]:
+    """Return the segments of a plan whose entries by pattern were left out."""
+    if all(by_pattern):
+        return read(entries, plan.fingerprint)
+    segments: list[PlannedSegment] = []
+    for entry, segment, pattern in zip(entries, plan.segments, by_pattern, strict=True):
+        segments += read([entry], plan.fingerprint) if pattern else [segment]
+    return tuple(segments)
 
 
 def _one_line(error: ValidationError, source: str) -> str:
@@ -260,8 +284,8 @@ def _one_line(error: ValidationError, source: str) -> str:
     return f"{source}: field {place}: {first['msg']}, got {value}{more}; undo the edit or make the plan again"
 
 
-def _mebibytes(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / 2**20:,.1f} MiB"
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else format_bytes(count)
 
 
 def _percent(fraction: float | None) -> str:
@@ -270,21 +294,24 @@ def _percent(fraction: float | None) -> str:
 
 def _headline(plan: Plan) -> str:
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
+    known = plan.circumstances
     return (
-        f"plan: {len(plan.segments)} segments, peak {_mebibytes(plan.predicted_peak_bytes)}{each} "
-        f"(unplanned {_mebibytes(plan.unplanned_peak_bytes)}, budget {_mebibytes(plan.budget_bytes)}), "
+        f"plan: {len(plan.segments)} segments, peak {_bytes(plan.predicted_peak_bytes)}{each} "
+        f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
         f"overhead {_percent(plan.predicted_overhead)}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}; {plan.circumstances.precision}, "
-        f"{plan.circumstances.output_words}"
+        f"bytes {plan.bytes_from}, times {plan.times_from}; {known.precision}, {known.output_words}"
     )
 
 
-def _segment_lines(segment: PlannedSegment, depth: int) -> list[str]:
-    facts = [f"keeps the outputs of {len(segment.save)} operators"] if segment.save else []
+def _group_lines(entry: Entry, segment: PlannedSegment, count: int, depth: int) -> list[str]:
+    facts = [f"{count} segments"] if count > 1 else []
+    facts += [f"keeps the outputs of {len(segment.save)} operators"] if segment.save else []
     facts += ["replays to its end"] if not segment.early_stop else []
     facts += [f"restores {len(segment.restored_buffers)} buffers"] if segment.restored_buffers else []
     facts += ["with what the container computes between them"] if segment.crosses_operators else []
-    lines = ["  " * depth + ": ".join([str(segment)] + ([", ".join(facts)] if facts else []))]
-    for child in segment.children:
-        lines += _segment_lines(child, depth + 1)
+    said: dict[str, Any] = {"calls": entry} if isinstance(entry, str) else entry
+    lines = ["  " * depth + said["calls"] + (f"  ({', '.join(facts)})" if facts else "")]
+    inside: list[Entry] = said.get("inside") or [str(child) for child in segment.children]
+    for child, nested in zip(inside, segment.children, strict=True):
+        lines += _group_lines(child, nested, 1, depth + 1)
     return lines

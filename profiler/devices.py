@@ -5,13 +5,11 @@ Knows nothing of models, steps or plans.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity
 
@@ -86,12 +84,7 @@ class Device:
 
     def free_bytes(self) -> int:
         """Return how much memory can still be had, the caching allocator's own store included."""
-        meminfo = Path("/proc/meminfo")
-        if meminfo.exists():
-            available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-            return int(available.split()[1]) * 1024
-        # Elsewhere the standard library tells at most how much there is.
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else sys.maxsize
+        return psutil.virtual_memory().available
 
     def context_bytes(self) -> int:
         """Return what the driver and its libraries hold for this process outside the allocator."""

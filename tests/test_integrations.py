@@ -16,6 +16,7 @@ from remat.integrations.transformers import PlanCallback as TransformersPlan
 from remat.planner import ApplyError, BudgetError, InfeasibleBudgetError, Plan, PlanError
 from remat.planner.applier.apply import applied_to
 from remat.planner.finding.planning import Planner
+from remat.profiler.devices import Device
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -344,7 +345,7 @@ def states():
 def test_automatic_is_what_the_device_has_free_less_the_reserve(monkeypatch):
     model, batch = blocks(), torch.randn(64, 16)
     own = sum(parameter.nbytes for parameter in model.parameters()) + batch.nbytes
-    monkeypatch.setattr("remat.integrations.device_budget._free_bytes", lambda device: 1000)
+    monkeypatch.setattr(Device, "free_bytes", lambda device: 1000)
     assert device_budget(model, batch, None, "10%") == 900 + own
     assert device_budget(model, batch, None, 300) == 700 + own
     with pytest.raises(BudgetError, match="leaves nothing: pass a smaller reserve"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from remat.planner.circumstances import Circumstances
 from remat.planner.errors import PlanError, PlanFileError, PlanMismatchError
 from remat.planner.fingerprint import Fingerprint
+from remat.planner.patterns import matching
 from remat.planner.plan import SCHEMA_VERSION, BatchTensor, Call, Plan, PlannedSegment, SavedOperator
 from torch import nn
 
@@ -110,17 +111,26 @@ BROKEN = {
     "a word for a number": (_edited(lambda c: c.update(budget_bytes="8GiB")), "field budget_bytes.*'8GiB'"),
     "a negative number": (_edited(lambda c: c.update(budget_bytes=-1)), "field budget_bytes"),
     "a misspelt field": (_edited(lambda c: c.update(solvr="dp")), "field solvr"),
-    "a misspelt segment field": (_edited(lambda c: c["segments"][1].update(childs=[])), r"field segments\.1\.childs"),
-    "no members": (_edited(lambda c: c["segments"][0].update(members=[])), r"field segments\.0\.members"),
-    "a missing field": (_edited(lambda c: c["segments"][0].pop("members")), r"field segments\.0\.members"),
-    "a deep fault": (
-        _edited(lambda c: c["segments"][0]["children"][0]["members"][0].update(index=1.5)),
-        r"field segments\.0\.children\.0\.members\.0\.index.*1\.5",
+    "a misspelt segment field": (_edited(lambda c: c["segments"][0].update(childs=[])), "'childs' is none of them"),
+    "no calls": (_edited(lambda c: c["segments"][0].pop("calls")), "field segments: a segment is a line, or a mapping"),
+    "a number for a segment": (_edited(lambda c: c["segments"].append(3)), r"field segments\.2.*got 3"),
+    "a segment in full without members": (
+        _edited(lambda c: c["segments"].append({"members": []})),
+        "segments.2.members",
     ),
+    "an index that is none": (_edited(lambda c: c["segments"].append("blocks.2#x")), "comes the number of a call"),
+    "a module that is not there": (_edited(lambda c: c["segments"].append("blocks.3")), "has no module 'blocks.3'"),
+    "a pattern for nothing": (_edited(lambda c: c["segments"].append("block.*")), r"has a path like 'block\.\*'"),
+    "numbers that run backwards": (_edited(lambda c: c["segments"].append("blocks.2-0")), "2-0 is no run of numbers"),
+    "far too many numbers": (_edited(lambda c: c["segments"].append("blocks.0-99999999999")), "is no run of numbers"),
+    "a run of unknown calls": (_edited(lambda c: c["segments"].append("blocks: 0 .. 2")), "name each, with a comma"),
+    "a line for a list": (_edited(lambda c: c["segments"][0].update(keeps="addmm")), "'keeps' must be a list"),
+    "numbers for names": (_edited(lambda c: c["segments"][0].update(keeps=[1])), "'keeps' must be a list of names"),
+    "segments that are none": (_edited(lambda c: c.update(segments="blocks.0")), "field segments"),
     "a wrong source": (_edited(lambda c: c.update(bytes_from="guessed")), "field bytes_from"),
     "a wrong shape": (
-        _edited(lambda c: c["fingerprint"]["parameters"]["blocks.0.0.weight"].update(shape="4x4")),
-        r"field fingerprint\.parameters\.blocks\.0\.0\.weight\.shape",
+        _edited(lambda c: c["fingerprint"]["parameters"].update({"blocks.0.0.weight": "torch.float32 4x4"})),
+        r"field fingerprint\.parameters\.blocks\.0\.0\.weight",
     ),
 }
 
@@ -224,14 +234,118 @@ def test_another_model_is_refused_with_what_differs(name):
 def test_the_text_of_a_plan_names_promises_and_segments():
     text = str(PLAN)
     for words in (
-        *("2 segments", "peak 900.0 MiB", "budget 1,024.0 MiB", "overhead 12.5 %", "solver dp optimal"),
-        *(
-            "blocks.0 .. blocks.1 (2 calls)",
-            "keeps the outputs of 1 operators",
-            "blocks.2#1",
-            "note: blocks.2 left out once",
-        ),
+        *("2 segments", "peak 900.0 MiB", "budget 1.00 GiB", "overhead 12.5 %", "solver dp optimal"),
+        *("  blocks: 0, 1  (keeps the outputs of 1 operators", "\n    0.0  (replays to its end)", "  blocks.2#1"),
+        "note: blocks.2 left out once",
     ):
         assert words in text
     assert PLAN.describe() == text
     assert "unknown" in str(Plan(segments=()))
+
+
+def stack(depth=12):
+    parts = ("", ".ln", ".attn", ".attn.drop", ".mlp", ".mlp.0")
+    calls = ["", *(f"h.{n}{part}" for n in range(depth) for part in parts)]
+    return Fingerprint(model_class="Stack", modules=dict.fromkeys(calls[1:], "Identity"), calls=tuple(calls))
+
+
+def segment(*names, **said):
+    return PlannedSegment(members=tuple(Call(module=name) for name in names), **said)
+
+
+def planned(*segments):
+    return Plan(segments=segments, fingerprint=stack())
+
+
+def lines_of(plan):
+    return json.loads(plan.to_json())["segments"]
+
+
+RUN = [segment(f"h.{n}.ln", f"h.{n}.attn", f"h.{n}.mlp.0") for n in range(12)]
+
+
+def test_alike_segments_are_one_line_and_come_back_in_the_order_of_the_forward():
+    plan = planned(*RUN[:2], segment("h.2.attn"), RUN[2], *RUN[3:])
+    assert lines_of(planned(*RUN)) == ["h.*: ln .. mlp.0"]
+    assert lines_of(planned(*RUN[:3], RUN[7])) == ["h.0-2,7: ln .. mlp.0"]
+    assert lines_of(planned(segment("h.0", "h.1", "h.2"), segment("h.3"))) == ["h: 0 .. 2", "h.3"]
+    both = [part for n in range(4) for part in (segment(f"h.{n}.attn"), segment(f"h.{n}.mlp"))]
+    assert lines_of(planned(*both)) == ["h.0-3: attn", "h.0-3: mlp"]
+    for made in (planned(*RUN), planned(*RUN[:3], RUN[7]), planned(*both), plan):
+        assert Plan.from_json(made.to_json()) == made
+    assert "h.*: ln .. mlp.0  (12 segments)" in str(planned(*RUN))
+    assert len(repr(planned(*RUN))) < 120
+    assert "<b>plan: 12 segments" in planned(*RUN)._repr_html_()
+
+
+def test_what_is_kept_nested_and_restored_is_written_from_the_place_on():
+    said = [
+        segment(
+            f"h.{n}",
+            save=(
+                SavedOperator(operator="aten.mm.default", index=1),
+                SavedOperator(operator="aten.bmm.default", index=0),
+            ),
+            children=(segment(f"h.{n}.ln", f"h.{n}.attn", children=(segment(f"h.{n}.attn.drop"),)),),
+            restored_buffers=(f"h.{n}.ln.count", "seen"),
+            early_stop=False,
+            crosses_operators=True,
+        )
+        for n in range(2)
+    ]
+    assert lines_of(planned(*said)) == [
+        {
+            "calls": "h.0-1",
+            "keeps": ["aten.mm.default#1", "aten.bmm.default"],
+            "inside": [{"calls": "ln, attn", "inside": ["attn.drop"]}],
+            "restores": ["ln.count", "/seen"],
+            "to_its_end": True,
+            "crosses_operators": True,
+        }
+    ]
+    assert Plan.from_json(planned(*said).to_json()) == planned(*said)
+
+
+EDITS = {
+    "taken away": (lambda lines: lines[1:], [segment(f"h.{n}.mlp") for n in range(4)]),
+    "added": (lambda lines: ["h.9", *lines[1:]], [*(segment(f"h.{n}.mlp") for n in range(4)), segment("h.9")]),
+    "narrowed": (lambda lines: ["h.1-2: attn"], [segment("h.1.attn"), segment("h.2.attn")]),
+    "widened": (lambda lines: ["h.*: attn"], [segment(f"h.{n}.attn") for n in range(12)]),
+    "a list": (lambda lines: ["h.3: ln, attn"], [segment("h.3.ln", "h.3.attn")]),
+    "a second call": (lambda lines: ["h.3#1"], [PlannedSegment(members=(Call(module="h.3", index=1),))]),
+    "in full": (lambda lines: [{"members": [{"module": "h.3", "index": 0}]}, "h.4"], [segment("h.3"), segment("h.4")]),
+    "the root": (lambda lines: ["(root)"], [segment("")]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_plan_is_edited_by_hand(name):
+    edit, expected = EDITS[name]
+    content = json.loads(planned(*(segment(f"h.{n}.{part}") for n in range(4) for part in ("attn", "mlp"))).to_json())
+    content["segments"] = edit(content["segments"])
+    assert Plan.from_json(json.dumps(content)).segments == tuple(expected)
+
+
+def test_the_file_opens_with_what_matters_and_ends_with_the_fingerprint():
+    lines = planned(*RUN).to_json().splitlines()
+    assert lines[2].startswith('  "summary": "plan: 12 segments')
+    assert lines[4] == '    "h.*: ln .. mlp.0"'
+    assert next(number for number, line in enumerate(lines) if '"fingerprint"' in line) == len(lines) - 8
+    assert len(lines) < 40
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "named"),
+    [
+        ("h.*", "h.3", True),
+        ("h.*", "h.3.mlp.0", True),
+        ("h.*", "h", False),
+        ("h.0-3,7.mlp", "h.7.mlp", True),
+        ("h.0-3,7.mlp", "h.5.mlp", False),
+        ("h.*.att*", "h.5.attention", True),
+        ("*.3", "h.3.mlp", True),
+        ("h", "", False),
+    ],
+)
+def test_patterns_name_modules_and_what_is_in_them(pattern, path, named):
+    assert matching(pattern, path) is named

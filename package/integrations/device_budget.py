@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 from remat.planner import BudgetError
 from remat.planner.budget import format_bytes, parse_budget
+from remat.profiler.devices import device_of
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -33,7 +33,7 @@ def device_budget(model: nn.Module, batch: object, optimizer: object, reserve: i
         BudgetError: The reserve cannot be read, or leaves nothing.
     """
     device = next(model.parameters()).device
-    free = _free_bytes(device)
+    free = device_of(device).free_bytes()
     kept = parse_budget(reserve, free)
     if kept >= free:
         raise BudgetError(
@@ -41,14 +41,6 @@ def device_budget(model: nn.Module, batch: object, optimizer: object, reserve: i
             "a smaller reserve, or free some"
         )
     return free - kept + _bytes_on(device, _own_tensors(model, batch, optimizer))
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return how much memory can still be had; what the caching allocator holds without a tensor in it counts."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def _own_tensors(model: nn.Module, batch: object, optimizer: object) -> Iterator[Any]:
