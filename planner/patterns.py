@@ -41,10 +41,16 @@ class Group:
     entry: Entry
     segments: tuple[PlannedSegment, ...]
 
-    @property
-    def line(self) -> str:
-        """Return the line that names their calls."""
-        return self.entry if isinstance(self.entry, str) else self.entry["calls"]
+
+def line_of(entry: Entry) -> str:
+    """Return the line that names an entry's calls."""
+    return entry if isinstance(entry, str) else entry["calls"]
+
+
+def written_alone(segment: PlannedSegment) -> Entry:
+    """Write a segment with the names of its first and last call only: to be read by people, not back."""
+    inside = [written_alone(child) for child in segment.children]
+    return {"calls": str(segment), "inside": inside} if inside else str(segment)
 
 
 def grouped(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | None) -> list[Group] | None:
@@ -196,7 +202,7 @@ def _counted(name: str, index: int) -> str:
 
 def _placed(entry: Entry, place: str) -> Entry:
     """Put the place before an entry's line."""
-    line = entry if isinstance(entry, str) else entry["calls"]
+    line = line_of(entry)
     line = f"{place}: {line}" if place and line and not line.startswith("#") else f"{place}{line}"
     return line if isinstance(entry, str) else {**entry, "calls": line}
 

@@ -20,7 +20,7 @@ from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .patterns import Entry, Group, grouped, read
+from .patterns import Entry, Group, grouped, line_of, read, written_alone
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
@@ -195,7 +195,9 @@ class Plan:
     def groups(self) -> list[Group]:
         """Return the segments as they are written: those that differ in one number of their paths together."""
         groups = grouped(self.segments, self.fingerprint)
-        return groups if groups is not None else [Group(str(segment), (segment,)) for segment in self.segments]
+        return (
+            groups if groups is not None else [Group(written_alone(segment), (segment,)) for segment in self.segments]
+        )
 
     def describe(self) -> str:
         """Return the plan as a few lines of text: promises first, then the segments by pattern."""
@@ -309,9 +311,8 @@ def _group_lines(entry: Entry, segment: PlannedSegment, count: int, depth: int) 
     facts += ["replays to its end"] if not segment.early_stop else []
     facts += [f"restores {len(segment.restored_buffers)} buffers"] if segment.restored_buffers else []
     facts += ["with what the container computes between them"] if segment.crosses_operators else []
-    said: dict[str, Any] = {"calls": entry} if isinstance(entry, str) else entry
-    lines = ["  " * depth + said["calls"] + (f"  ({', '.join(facts)})" if facts else "")]
-    inside: list[Entry] = said.get("inside") or [str(child) for child in segment.children]
+    lines = ["  " * depth + line_of(entry) + (f"  ({', '.join(facts)})" if facts else "")]
+    inside: list[Entry] = [] if isinstance(entry, str) else entry.get("inside", [])
     for child, nested in zip(inside, segment.children, strict=True):
         lines += _group_lines(child, nested, 1, depth + 1)
     return lines

@@ -14,6 +14,7 @@ from rich.text import Text
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..compare import Comparison, table_cells, table_header
+from ..patterns import Entry, line_of
 from ..pictures.stages import memory_by_module
 from ..pictures.timeline import memory_parts
 from ..plan import Plan, PlannedSegment
@@ -96,23 +97,20 @@ def print_plan(console: Console, plan: Plan) -> None:
     if not plan.segments:
         console.print("No segments: the step fits the budget as it is.")
     else:
-        table = table_of(
-            "Checkpointed segments", ("#", "from", "to", "calls", "keeps"), numeric=("#", "calls", "keeps")
-        )
-        for number, segment in enumerate(plan.segments, 1):
-            _add_segment(table, segment, str(number), 0)
+        table = table_of("Checkpointed segments", ("calls", "segments", "keeps"), numeric=("segments", "keeps"))
+        for group in plan.groups():
+            _add_segments(table, group.entry, group.segments[0], str(len(group.segments)), 0)
         console.print(table)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
 
 
-def _add_segment(table: Table, segment: PlannedSegment, number: str, depth: int) -> None:
-    indent = "  " * depth
-    first, last = segment.members[0], segment.members[-1]
+def _add_segments(table: Table, entry: Entry, segment: PlannedSegment, count: str, depth: int) -> None:
     kept = f"{len(segment.save)} operators" if segment.save else ""
-    table.add_row(number, Text(indent + str(first)), Text(indent + str(last)), str(len(segment.members)), kept)
-    for child in segment.children:
-        _add_segment(table, child, "", depth + 1)
+    table.add_row(Text("  " * depth + line_of(entry)), count, kept)
+    inside = entry.get("inside", []) if isinstance(entry, dict) else []
+    for nested, child in zip(inside, segment.children, strict=True):
+        _add_segments(table, nested, child, "", depth + 1)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
