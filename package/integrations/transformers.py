@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from remat.planner import Applied, ApplyError, Plan, apply
+from remat.planner import Applied, ApplyError, Plan
+from remat.planner.circumstances import autocast_now
 from remat.profiler import BatchError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .first_batch import FirstPlan, FirstPlanKeywords
+from .first_batch import FirstPlan, FirstPlanKeywords, apply_as_called
 from .first_call import FirstCall
 
 
@@ -62,9 +63,10 @@ class PlanCallback(TrainerCallback):
                 "accumulation": args.gradient_accumulation_steps > 1,
             }
             folder = Path(args.output_dir or ".") / "remat"
+            called_with = autocast_now(args.device.type)
             with _autocast(args):
                 self.plan = self._settings.make(model, batch, folder=folder, **known)
-            self._applied = apply(model, self.plan)
+            self._applied = apply_as_called(model, self.plan, called_with)
 
         self._waiting = FirstCall(model, plan_for)
 
