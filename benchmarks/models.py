@@ -24,6 +24,8 @@ WIDTHS = [256, 2048, 64, 512, 1024, 128, 2048, 256, 64, 1536, 64, 768, 2048, 512
           64, 384, 2048, 128, 128, 1280, 64, 2048, 640, 256, 1792, 64, 512, 2048, 320, 256]
 # fmt: on
 
+HOLDS_OUTPUT = frozenset({"M4", "M5"})
+"""Models whose loops keep the output, `out = model(x)`; the others' take `model(**batch).loss` and drop it."""
 Built = tuple[nn.Module, object, Callable | None]
 
 

@@ -2,9 +2,10 @@
 
 import argparse
 import csv
+import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +51,46 @@ class Table:
             writer = csv.DictWriter(file, self.columns(), restval="")
             writer.writeheader()
             writer.writerows(self.rows)
+
+
+class KeptRows:
+    """Keep rows as they are measured, a line of JSON each, so that a run that was stopped goes on where it was.
+
+    A row is known by its key. Rows of another key stay, so that a table can be measured model by model.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        self._path = path
+        self._rows: dict[str, dict] = {}
+        if fresh:
+            path.unlink(missing_ok=True)
+        if path.exists():
+            # A run that was killed may leave half a line behind.
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            self._rows = {kept["key"]: kept["row"] for kept in map(json.loads, lines)}
+
+    def row(self, key: str, measure: Callable[[], dict]) -> dict:
+        """Return the row of a key, measured now if it is not known."""
+        if key not in self._rows:
+            self._rows[key] = measure()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps({"key": key, "row": self._rows[key]}) + "\n")
+            print(self._rows[key], flush=True)
+        return self._rows[key]
+
+    def has(self, key: str) -> bool:
+        """Say whether the row of a key is known."""
+        return key in self._rows
+
+    def all(self, order: Sequence[str]) -> list[dict]:
+        """Return all rows by the model that they are of, in this order."""
+        return sorted(self._rows.values(), key=lambda row: order.index(row["model"]))
+
+
+def kept_rows(given: argparse.Namespace, name: str) -> KeptRows:
+    """Return the rows kept of a table, under what it is measured with."""
+    return KeptRows(given.out / "partial" / f"{name}_{given.scale:g}.jsonl", fresh=given.fresh)
 
 
 def cell(value: object) -> str:
@@ -106,6 +147,7 @@ def options(doc: str | None, models: Sequence[str], script: str) -> argparse.Arg
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the tables")
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(models), metavar="NAME", help=str(NAMES))
     parser.add_argument("--scale", type=float, default=1.0, help="what to multiply batches by, for quick trials")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows that a stopped run has kept")
     parser.set_defaults(script=script)
     return parser
 

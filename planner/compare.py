@@ -16,21 +16,35 @@ from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
 from .options import StepKeywords
 from .pictures.tables import html_table
-from .plan import Plan
+from .plan import Plan, percent_range
 from .verify import verify
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BYTES = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "least_peak_bytes", "segments")
-_SHARES = ("predicted_overhead", "measured_overhead", "lower_bound_overhead", "gap", "solve_seconds")
+_SHARES = (
+    "predicted_overhead",
+    "predicted_overhead_low",
+    "predicted_overhead_high",
+    "measured_overhead",
+    "measured_overhead_low",
+    "measured_overhead_high",
+    "lower_bound_overhead",
+    "gap",
+    "solve_seconds",
+)
 COLUMNS = (
     "solver",
     "budget_bytes",
     "predicted_peak_bytes",
     "predicted_overhead",
+    "predicted_overhead_low",
+    "predicted_overhead_high",
     "measured_peak_bytes",
     "measured_overhead",
+    "measured_overhead_low",
+    "measured_overhead_high",
     "segments",
     "lower_bound_overhead",
     "gap",
@@ -48,8 +62,9 @@ class Comparison:
 
     Attributes:
         frame: One row per solver and budget, columns `COLUMNS`. Bytes are peaks of the whole step; overheads are shares
-            of the unplanned step's time; `solve_seconds` counts solving and the dry runs. Where no plan fits,
-            `status` is "infeasible", `note` says why and `least_peak_bytes` is the smallest peak the solver reaches.
+            of the unplanned step's time, low and high what they range over in the repeats of the profile or of the
+            measurement; `solve_seconds` counts solving and the dry runs. Where no plan fits, `status` is "infeasible",
+            `note` says why and `least_peak_bytes` is the smallest peak the solver reaches.
         plans: The plans, by solver and budget in bytes; a solver without a plan under a budget has no entry there.
         least: By solver, the plan with the smallest peak of all that were seen, infeasible budgets included.
         planner: The profile all of it was planned from.
@@ -174,14 +189,19 @@ def table_cells(row: Mapping[Any, Any]) -> tuple[str, ...]:
         least = f"≥ {format_bytes(int(row['least_peak_bytes']))}"
         return (row["solver"], format_bytes(row["budget_bytes"]), least, "-", "-", "-", seconds, "infeasible")
     peak = format_bytes(int(row["predicted_peak_bytes"]))
-    added = f"{row['predicted_overhead']:.1%}"
+    added = _with_range(row, "predicted_overhead")
     if pd.notna(row["measured_peak_bytes"]):
         peak += f" (measured {format_bytes(int(row['measured_peak_bytes']))})"
     if pd.notna(row["measured_overhead"]):
-        added += f" (measured {row['measured_overhead']:.1%})"
+        added += f", measured {_with_range(row, 'measured_overhead')}"
     bound = f"{row['lower_bound_overhead']:.1%}" if row["lower_bound_overhead"] > 0 or row["gap"] == 0 else "none"
     segments, status = str(row["segments"]), str(row["status"]).replace("_", " ")
     return (row["solver"], format_bytes(row["budget_bytes"]), peak, added, bound, segments, seconds, status)
+
+
+def _with_range(row: Mapping[Any, Any], column: str) -> str:
+    low, high = row[f"{column}_low"], row[f"{column}_high"]
+    return percent_range(row[column], None if pd.isna(low) else (low, high))
 
 
 def table_header() -> tuple[str, ...]:
@@ -244,6 +264,11 @@ def compare(
     return run.comparison()
 
 
+def _low_and_high(column: str, around: tuple[float, float] | None) -> dict[str, float | None]:
+    low, high = around if around is not None else (None, None)
+    return {f"{column}_low": low, f"{column}_high": high}
+
+
 class _Run:
     """Collect rows and plans."""
 
@@ -266,6 +291,7 @@ class _Run:
             row |= {
                 "predicted_peak_bytes": plan.predicted_peak_bytes,
                 "predicted_overhead": plan.predicted_overhead,
+                **_low_and_high("predicted_overhead", plan.predicted_overhead_range),
                 "segments": len(plan.segments),
                 "lower_bound_overhead": plan.lower_bound_overhead,
                 "gap": plan.gap,
@@ -284,6 +310,7 @@ class _Run:
             self.rows[solver, budget_bytes] |= {
                 "measured_peak_bytes": found.measured_peak_bytes if found.ranks == 1 else None,
                 "measured_overhead": found.measured_overhead,
+                **_low_and_high("measured_overhead", found.measured_overhead_range),
             }
 
     def comparison(self) -> Comparison:

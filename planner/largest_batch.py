@@ -247,7 +247,7 @@ class _Search:
             "size": size,
             "unplanned_peak_bytes": profile.peak_bytes(),
             "step_ns": profile.step_ns,
-            "step_time_from": profile.step_time_from,
+            "step_time_from": str(profile.step_time_from),
         }
         solver = "none" if profile.peak_bytes() <= self.budget_bytes else self.solver
         try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "BatchTensor", "Call", "Plan", "PlannedSegment", "SavedOperator"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Source = Literal["measured", "estimated"]
 
 
@@ -57,6 +57,7 @@ class Plan:
         budget_bytes: The budget asked for, headroom included; None where none was given.
         predicted_peak_bytes: Peak of the planned step, from the dry run.
         predicted_overhead: Replayed forward time by the unplanned step's time.
+        predicted_overhead_range: The least and the most it would be by the spread of the profile's repeats.
         unplanned_peak_bytes: Peak of the step without a plan.
         lower_bound_overhead: No plan under the budget costs less, as far as the solver proved.
         gap: How far predicted_overhead may be above the optimum, relative; 0 where proven optimal.
@@ -80,6 +81,7 @@ class Plan:
     budget_bytes: Count | None = None
     predicted_peak_bytes: Count | None = None
     predicted_overhead: float | None = None
+    predicted_overhead_range: tuple[float, float] | None = None
     unplanned_peak_bytes: Count | None = None
     lower_bound_overhead: float | None = None
     gap: float | None = None
@@ -290,17 +292,21 @@ def _bytes(count: int | None) -> str:
     return "unknown" if count is None else format_bytes(count)
 
 
-def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100 * fraction:.1f} %"
+def percent_range(share: float | None, around: tuple[float, float] | None, *, unknown: str = "unknown") -> str:
+    """Return a share and its range in per cent: "18.0 % (15.1 to 22.3)"."""
+    if share is None:
+        return unknown
+    spread = "" if around is None or around[0] == around[1] else f" ({100 * around[0]:.1f} to {100 * around[1]:.1f})"
+    return f"{100 * share:.1f} %{spread}"
 
 
 def _headline(plan: Plan) -> str:
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
-    known = plan.circumstances
+    overhead, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
     return (
         f"plan: {len(plan.segments)} segments, peak {_bytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
-        f"overhead {_percent(plan.predicted_overhead)}; solver {plan.solver or 'none'} {plan.status}; "
+        f"overhead {overhead}; solver {plan.solver or 'none'} {plan.status}; "
         f"bytes {plan.bytes_from}, times {plan.times_from}; {known.precision}, {known.output_words}"
     )
 

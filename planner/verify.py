@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,13 +15,14 @@ from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
 from ..profiler.results import Arm, Difference, Results, run_steps
 from ..profiler.step import Loss, Step
-from ..profiler.timing import forward_without_saving, timed_ns, train_once
+from ..profiler.timing import forward_without_saving
 from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
 from .finding.planning import silent
+from .finding.race import UNPLANNED, TimesInTurn, time_in_turn
 from .pictures.tables import html_table
-from .plan import Plan
+from .plan import Plan, percent_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,9 @@ class Verification:
         ranks: Processes that the plan is for. With several, its prediction and budget are one rank's, and what is
             measured here, on the whole model, is not compared with them.
         predicted_overhead: The plan's promise, as a share of the unplanned step.
+        predicted_overhead_range: What the plan says it may range over.
         measured_overhead: Median planned by median unplanned step time less one; None where not measured.
+        measured_overhead_range: The least and the most of it over the rounds; None where not measured.
         planned_step_ns: Median time of forward, loss and backward, planned; None where not measured.
         samples_per_second: The batch's first dimension by the planned step time; None where not measured.
     """
@@ -70,7 +72,9 @@ class Verification:
     budget_bytes: int | None
     ranks: int
     predicted_overhead: float | None
+    predicted_overhead_range: tuple[float, float] | None
     measured_overhead: float | None
+    measured_overhead_range: tuple[float, float] | None
     planned_step_ns: int | None
     samples_per_second: float | None
 
@@ -134,7 +138,8 @@ class Verification:
             )
         rate = f"; {self.samples_per_second:.1f} samples/s with the plan" if self.samples_per_second else ""
         lines.append(
-            f"added time: predicted {_share(self.predicted_overhead)}, measured {_share(self.measured_overhead)}{rate}"
+            f"added time: predicted {_share(self.predicted_overhead, self.predicted_overhead_range)}, measured "
+            f"{_share(self.measured_overhead, self.measured_overhead_range)}{rate}"
         )
         return "\n".join(lines)
 
@@ -209,7 +214,8 @@ class _Bench:
         differs = any(difference.unequal for difference in (loss, gradients, buffers))
         repeats_itself = not (differs and runs_whole and self._run(nullcontext).first_difference(reference))
         same_random = planned.same_random_states(reference)
-        planned_ns, unplanned_ns = self._times(runs_whole)
+        times = self._times(runs_whole)
+        planned_ns = times.median_ns("planned")
         batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
         return Verification(
             exact=not differs and same_random,
@@ -227,7 +233,9 @@ class _Bench:
             budget_bytes=self.plan.budget_bytes,
             ranks=self.plan.ranks,
             predicted_overhead=self.plan.predicted_overhead,
-            measured_overhead=planned_ns / unplanned_ns - 1 if planned_ns and unplanned_ns else None,
+            predicted_overhead_range=self.plan.predicted_overhead_range,
+            measured_overhead=times.overhead("planned"),
+            measured_overhead_range=times.overhead_range("planned"),
             planned_step_ns=planned_ns,
             samples_per_second=batch_size / (planned_ns / 1e9) if planned_ns and batch_size else None,
         )
@@ -263,27 +271,15 @@ class _Bench:
         beside = results.cached_bytes + place.context_bytes() if place.budget_on == "reserved" else 0
         return max(self.floor_bytes, results.peak_bytes + self._entry_bytes()) + beside
 
-    def _times(self, runs_whole: bool) -> tuple[int | None, int | None]:
-        """Time both arms, warmed up by now, in turn; return the medians."""
-        if not self.repeats:
-            return None, None
-        planned: list[int] = []
-        plain: list[int] = []
-        for number in range(self.repeats):
-            self.say(f"timing, round {number + 1} of {self.repeats}")
-            planned.append(self._time(self._planned))
-            if runs_whole:
-                plain.append(self._time(nullcontext))
-        return int(median(planned)), int(median(plain)) if plain else None
-
-    def _time(self, arm: Arm) -> int:
-        with self.step.guard.preserved(), arm():
-            return timed_ns(lambda: train_once(self.step), self.device, 1)
+    def _times(self, runs_whole: bool) -> TimesInTurn:
+        """Time both arms in turn."""
+        arms: dict[str, Arm] = {"planned": self._planned} | ({UNPLANNED: nullcontext} if runs_whole else {})
+        return time_in_turn(self.step, arms, self.device, self.repeats, self.say)
 
 
 def _bytes(count: int | None) -> str:
     return "not known" if count is None else format_bytes(count)
 
 
-def _share(value: float | None) -> str:
-    return "not measured" if value is None else f"{100 * value:+.1f} %"
+def _share(value: float | None, around: tuple[float, float] | None) -> str:
+    return percent_range(value, around, unknown="not measured")

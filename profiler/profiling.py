@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from .allocator import collected, fits
 from .devices import Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, record_step
-from .kernels import with_host
 from .optimizer import optimizer_bytes, unwrapped
 from .records import Parts, Profile
 from .repeatable import Repeatable
@@ -23,7 +22,8 @@ from .scratch import ScratchMeter
 from .stages import cut
 from .step import BatchError, Loss, Step
 from .step_record import Operator, StepRecord, Storage
-from .timing import forward_without_saving, operator_times, timed_ns, train_once
+from .timed import time_record
+from .timing import forward_without_saving, train_once
 
 
 @dataclass(slots=True)
@@ -177,35 +177,35 @@ def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, 
     unseen = max(0, allocated - recorded) if not accumulation else 0
     if unseen > 0.01 * recorded:
         notes.append(f"the allocator gave out {unseen} bytes more than was recorded; every peak is raised by them")
-    names = [operator.operator for operator in recording.operators[: recording.loss_stop]]
-    notes += _device_notes(session, names)
-    say("timing its operators")
-    times, forward_ns, times_from = _times(session, recording, names, repeats, notes)
-    say("timing the step")
-    step_ns, step_time_from = _step_time(session, needed if not runs_whole else 0, forward_ns, repeats)
+    notes += _device_notes(session, [operator.operator for operator in recording.operators[: recording.loss_stop]])
+    say("timing the step and its operators")
+    with step.guard.preserved():
+        if session.reference is None and repeats > 0:
+            forward_without_saving(step)
+        times = time_record(recording, step, session.place, repeats, lacking=0 if runs_whole else needed)
     say("recording the optimizer")
     parts = _parts(session, recording, optimizer, kept)
     storages = _storages(recording, unsaved)
-    untimed = len(recording.operators) - len(times)
+    untimed = len(recording.operators) - len(times.operators_ns)
     return Profile(
         model=type(step.model).__name__,
         device=str(device),
-        operators=tuple(map(_timed, recording.operators, [*times, *([0] * untimed)])),
+        operators=tuple(map(_timed, recording.operators, [*times.operators_ns, *([0] * untimed)])),
         calls=recording.calls,
         storages=storages,
         stages=cut(recording.calls, storages, recording.loss_stop),
         forward_stop=recording.forward_stop,
         loss_stop=recording.loss_stop,
         parts=parts,
-        forward_ns=forward_ns,
-        step_ns=step_ns,
+        forward=times.forward,
+        step=times.step,
         bytes_from=method,
-        times_from=times_from,
-        step_time_from=step_time_from,
+        times_from=times.times_from,
+        step_time_from=times.step_time_from,
         accumulation=accumulation,
         unseen_bytes=unseen,
         library_bytes=kept,
-        notes=tuple(notes),
+        notes=(*notes, *times.notes),
     )
 
 
@@ -282,59 +282,6 @@ def _device_notes(session: Session, names: Sequence[str]) -> list[str]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _times(
-    session: Session, recording: StepRecord, names: Sequence[str], repeats: int, notes: list[str]
-) -> tuple[list[int], int, str]:
-    if repeats <= 0:
-        return *_estimated_times(recording), "estimate: bytes moved at 1 GB/s, not measured"
-    try:
-        with session.step.guard.preserved():
-            if session.reference is None:
-                forward_without_saving(session.step)
-            times, forward_ns, same = operator_times(session.step, names, session.device, repeats)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        notes.append(f"memory ran out while operators were timed: {_first_line(error)}")
-        return *_estimated_times(recording), "estimate: bytes moved at 1 GB/s, memory ran out while measuring"
-    if not same:
-        notes.append(
-            "the real forward runs other operators than the dry run (it depends on data): figures are approximate"
-        )
-    if session.place.runs_behind:
-        times = with_host(times, forward_ns)
-    else:
-        host_ns = max(0, forward_ns - sum(times)) // max(1, len(times))
-        times = [ns + host_ns for ns in times]
-    return times, forward_ns, f"torch.profiler, median of up to {repeats}"
-
-
-def _estimated_times(recording: StepRecord) -> tuple[list[int], int]:
-    times = [_moved_bytes(operator, recording) for operator in recording.operators[: recording.loss_stop]]
-    return times, sum(times)
-
-
-def _moved_bytes(operator: Operator, recording: StepRecord) -> int:
-    if not operator.produces and not operator.writes:
-        return 0
-    return sum(recording.storages[index].nbytes for index in (*operator.reads, *operator.produces))
-
-
-def _step_time(session: Session, lacking: int, forward_ns: int, repeats: int) -> tuple[int, str]:
-    if repeats <= 0:
-        return 3 * forward_ns, "estimate: backward taken as twice the forward"
-    if lacking:
-        return 3 * forward_ns, f"estimate: backward taken as twice the forward, the step needs {lacking} bytes more"
-    try:
-        with session.step.guard.preserved():
-            known = [session.reference.step_ns] if session.reference is not None else []
-            return timed_ns(lambda: train_once(session.step), session.device, repeats, known=known), "measured"
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return 3 * forward_ns, "estimate: backward taken as twice the forward, memory ran out while timing the step"
 
 
 def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str | None, library_bytes: int) -> Parts:

@@ -13,6 +13,7 @@ import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
 from .step_record import IntArray, StepRecord
+from .times import Origin, Spread
 
 
 class ProfileFileError(ValueError):
@@ -68,31 +69,41 @@ class Profile(StepRecord):
         device: Device of its parameters.
         stages: The forward and the loss cut into a chain.
         parts: Fixed parts and gradients.
-        forward_ns: Time of forward and loss, nanoseconds.
-        step_ns: Time of forward, loss and backward; the optimizer is not counted.
+        forward: Time of forward and loss, over repeats.
+        step: Time of forward, loss and backward; the optimizer is not counted.
         bytes_from: How bytes were obtained.
-        times_from: How operator times were obtained.
-        step_time_from: How `step_ns` was obtained.
+        times_from: How times of operators and forward were obtained.
+        step_time_from: How the step's time was obtained.
         accumulation: Whether gradients exist from the beginning.
         unseen_bytes: What the allocator's peak in a real step was above the recorded one; counted as alive throughout.
         library_bytes: What libraries keep on the device from their first call on (cuBLAS's workspace), throughout.
         notes: What a reader of the figures must know.
     """
 
-    schema_version: int = 1
+    schema_version: int = 2
     model: str
     device: str
     stages: tuple[StageSpan, ...]
     parts: Parts
-    forward_ns: int
-    step_ns: int
+    forward: Spread
+    step: Spread
     bytes_from: Literal["dry run", "real step"]
-    times_from: str
-    step_time_from: str
+    times_from: Origin
+    step_time_from: Origin
     accumulation: bool
     unseen_bytes: int = 0
     library_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def forward_ns(self) -> int:
+        """Return the median time of forward and loss, nanoseconds."""
+        return self.forward.median_ns
+
+    @property
+    def step_ns(self) -> int:
+        """Return the median time of forward, loss and backward, nanoseconds."""
+        return self.step.median_ns
 
     def live_bytes(self) -> IntArray:
         """Return the bytes alive at each operator's worst moment, optimizer state included; shape (operators,)."""
@@ -112,7 +123,7 @@ class Profile(StepRecord):
         held = ("parameters", parts.parameters), ("gradients", parts.gradients), ("optimizer state", parts.optimizer)
         lines = [
             f"{self.model} on {self.device}: peak {self.peak_bytes() / 2**20:,.1f} MiB in the {self.peak_moment()}; "
-            f"step {self.step_ns / 1e6:,.1f} ms, forward {self.forward_ns / 1e6:,.1f} ms; {len(self.stages)} stages",
+            f"step {self.step}, forward {self.forward}; {len(self.stages)} stages",
             ", ".join(f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in held),
             f"bytes: {self.bytes_from}; times: {self.times_from}; step time: {self.step_time_from}",
         ]

@@ -14,7 +14,6 @@ import torch
 from .allocator import allocated_peak_bytes
 from .devices import device_of
 from .step import Step
-from .timing import timed_ns
 
 Values = dict[str, torch.Tensor]
 Arm = Callable[[], AbstractContextManager[Any]]
@@ -53,7 +52,6 @@ class Results:
         buffers: By name; and, where hooks step parameters in backward, what those then are.
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
-        step_ns: Wall time of the step, while memory was watched.
         cached_bytes: What the allocator had reserved by then beyond the most that was allocated; 0 on a CPU.
     """
 
@@ -62,7 +60,6 @@ class Results:
     buffers: Values
     random_states: tuple[Any, ...]
     peak_bytes: int
-    step_ns: int
     cached_bytes: int = 0
 
     def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
@@ -98,7 +95,6 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
     model, guard = step.model, step.guard
     device = next(model.parameters()).device
     ran: list[torch.Tensor] = []
-    times: list[int] = []
     with guard.preserved(), arm():
         trained = [*model.named_parameters(), *guard.beside(model)]
         for _ in range(steps - 1):
@@ -108,7 +104,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
         place = device_of(device)
         place.release_cached()
         before = place.allocated_bytes()
-        peak = allocated_peak_bytes(lambda: times.append(timed_ns(lambda: ran.append(step.train()), device, 1)), device)
+        peak = allocated_peak_bytes(lambda: ran.append(step.train()), device)
         written = [(name, p) for name, p in trained if guard.was_written(p)]
         return Results(
             loss={"loss": _copy(ran[0])},
@@ -116,7 +112,6 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             buffers={name: _copy(buffer) for name, buffer in (*model.named_buffers(), *written)},
             random_states=_random_states(device),
             peak_bytes=present + peak,
-            step_ns=times[0],
             cached_bytes=max(0, place.reserved_bytes() - before - peak),
         )
 

@@ -101,13 +101,15 @@ class Step:
         torch.clear_autocast_cache()
         return self.model(*self.args, **self.kwargs)
 
-    def train(self) -> torch.Tensor:
+    def train(self, before_backward: Callable[[], None] | None = None) -> torch.Tensor:
         """Run forward, loss and backward, the output held as long as the step says; return the loss."""
         with torch.enable_grad():
             output = self.forward()
             loss = self.loss_of(output)
             if not self.holds_output:
                 del output
+            if before_backward is not None:
+                before_backward()
             loss.backward()
         return loss
 

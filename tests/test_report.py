@@ -147,7 +147,7 @@ def test_the_comparison_has_all_its_rows(page):
 
 def test_it_says_how_the_numbers_were_obtained(page):
     profile = small_comparison().planner.profile
-    assert profile.times_from in page.text
+    assert profile.times_from.source in page.text
     assert profile.bytes_from in page.text
     assert "every figure of the planned step is a prediction" in page.text
     assert "512 x 32" in page.text

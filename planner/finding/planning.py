@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 from torch import nn
 
@@ -374,9 +374,7 @@ class Planner:
         recorded, solution = self.profile, trial.solution
         step_ns = max(1, recorded.step_ns)
         model = self.session.step.model
-        source: Literal["measured", "estimated"] = (
-            "estimated" if "estimate" in recorded.times_from + recorded.step_time_from else "measured"
-        )
+        is_estimate = recorded.times_from.is_estimate or recorded.step_time_from.is_estimate
         mode = "" if model.training else "made in eval mode, acts in eval mode only: to train, call model.train() first"
         beside = trial.beside_bytes
         reserved = (
@@ -394,6 +392,7 @@ class Planner:
             budget_bytes=asked,
             predicted_peak_bytes=trial.peak_bytes,
             predicted_overhead=solution.added_ns / step_ns,
+            predicted_overhead_range=_overhead_range(recorded, solution.added_ns),
             unplanned_peak_bytes=self.search.unplanned_peak_bytes(),
             lower_bound_overhead=solution.lower_bound_ns / step_ns,
             gap=solution.gap,
@@ -412,7 +411,7 @@ class Planner:
                 headroom=headroom,
             ),
             bytes_from="measured",
-            times_from=source,
+            times_from="estimated" if is_estimate else "measured",
             fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
             batch=_batch_tensors(self.session.step),
             versions=_versions(),
@@ -459,6 +458,16 @@ class Planner:
             least_peak_bytes=least.peak_bytes,
             plan=plan,
         )
+
+
+def _overhead_range(recorded: Profile, added_ns: int) -> tuple[float, float]:
+    """Return an overhead's range: replays spread as the forward does, over a step as long or short as it was seen."""
+    forward, step = recorded.forward, recorded.step
+    if recorded.step_time_from.is_estimate:
+        # Both are one measurement: they vary together.
+        return added_ns / max(1, step.median_ns), added_ns / max(1, step.median_ns)
+    share = added_ns / max(1, forward.median_ns)
+    return share * forward.low_ns / max(1, step.high_ns), share * forward.high_ns / max(1, step.low_ns)
 
 
 def _listed(modules: list[str]) -> str:

@@ -17,7 +17,7 @@ from ..compare import Comparison, table_cells, table_header
 from ..patterns import Entry, line_of
 from ..pictures.stages import memory_by_module
 from ..pictures.timeline import memory_parts
-from ..plan import Plan, PlannedSegment
+from ..plan import Plan, PlannedSegment, percent_range
 
 Say = Callable[[str], None]
 """Takes a few words on what is being done."""
@@ -62,7 +62,7 @@ def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None
     peak = profile.peak_bytes()
     console.print(
         f"{profile.model} on {profile.device}: peak {format_bytes(peak)}, in the {profile.peak_moment()}; "
-        f"step {profile.step_ns / 1e6:,.0f} ms, forward {profile.forward_ns / 1e6:,.0f} ms",
+        f"step {profile.step}, forward {profile.forward}",
         markup=False,
     )
     table = table_of("Where the memory is", ("part", "bytes", "of the peak"), numeric=("bytes", "of the peak"))
@@ -91,7 +91,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(
         f"{plan.solver} plan ({plan.status}): peak {format_bytes(peak)} instead of {format_bytes(unplanned)} "
         f"({peak / max(1, unplanned):.0%}){each}, budget {format_bytes(plan.budget_bytes or 0)}; "
-        f"added time {plan.predicted_overhead or 0:.1%} of the step ({plan.times_from})",
+        f"added time {percent_range(plan.predicted_overhead, plan.predicted_overhead_range)} of the step "
+        f"({plan.times_from})",
         markup=False,
     )
     if not plan.segments:

@@ -1,0 +1,65 @@
+"""Time several ways of running a step, in turn, so that neither drift nor other work favours one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ...profiler.results import Arm
+from ...profiler.step import Step
+from ...profiler.timing import timed_ns, train_once
+
+UNPLANNED = "unplanned"
+"""The name of the arm in which nothing is applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimesInTurn:
+    """Hold the nanoseconds of every round, by arm; arms have equally many."""
+
+    rounds: Mapping[str, tuple[int, ...]]
+
+    def median_ns(self, arm: str) -> int | None:
+        """Return an arm's median; None where it was not run."""
+        times = self.rounds.get(arm, ())
+        return int(median(times)) if times else None
+
+    def overhead(self, arm: str) -> float | None:
+        """Return what an arm adds, as a share of the unplanned step, by medians; None where either was not run."""
+        planned, plain = self.median_ns(arm), self.median_ns(UNPLANNED)
+        return planned / plain - 1 if planned and plain else None
+
+    def overhead_range(self, arm: str) -> tuple[float, float] | None:
+        """Return the least and the most that an arm added in a round; None where either was not run."""
+        pairs = list(zip(self.rounds.get(arm, ()), self.rounds.get(UNPLANNED, ()), strict=False))
+        shares = [planned / plain - 1 for planned, plain in pairs]
+        return (min(shares), max(shares)) if shares else None
+
+
+def time_in_turn(
+    step: Step, arms: Mapping[str, Arm], device: torch.device, rounds: int, say: Callable[[str], None]
+) -> TimesInTurn:
+    """Time a step under every arm, in turn; the order turns round with every round.
+
+    Every time an arm is entered the step is run once untimed: its first step prepares what later ones find ready, which
+    a training loop pays for once.
+
+    Args:
+        step: The step; its model is left as it was.
+        arms: By name, what to run it in.
+        device: Where the model is.
+        rounds: How often each is timed.
+        say: Called with a few words before each round.
+    """
+    times: dict[str, list[int]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(rounds):
+        say(f"timing, round {number + 1} of {rounds}")
+        for name in names if number % 2 else reversed(names):
+            with step.guard.preserved(), arms[name]():
+                train_once(step)
+                times[name].append(timed_ns(lambda: train_once(step), device))
+    return TimesInTurn(rounds={name: tuple(taken) for name, taken in times.items()})

@@ -1,0 +1,121 @@
+"""The times of a recorded step: measured where it runs, measured again where they cannot be right, else estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .devices import Device, is_out_of_memory
+from .kernels import with_host
+from .step import Step
+from .step_record import Operator, StepRecord
+from .times import Origin, Spread, estimated, measured
+from .timing import StepTimes, step_times
+
+BACKWARD = 2
+"""Backward is taken to cost this many times the forward where it was not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordTimes:
+    """Hold the times of a recorded step.
+
+    Attributes:
+        operators_ns: Nanoseconds of each operator of forward and loss, the host's share included.
+        forward: Forward and loss.
+        step: Forward, loss and backward.
+        times_from: Where operators' and forward's times come from.
+        step_time_from: Where the step's comes from.
+        notes: What a reader of them must know.
+    """
+
+    operators_ns: tuple[int, ...]
+    forward: Spread
+    step: Spread
+    times_from: Origin
+    step_time_from: Origin
+    notes: tuple[str, ...] = ()
+
+
+def time_record(record: StepRecord, step: Step, place: Device, repeats: int, *, lacking: int) -> RecordTimes:
+    """Time a recorded step.
+
+    Args:
+        record: What was recorded of the step.
+        step: The step, warmed up; its model's state must be preserved by the caller.
+        place: Where the model is.
+        repeats: Most repeats; 0 runs nothing and estimates.
+        lacking: Bytes that the device is short of for a whole step; then forwards alone are run.
+    """
+    if repeats <= 0:
+        return _estimates(record, "not measured", ())
+    names = [operator.operator for operator in record.operators[: record.loss_stop]]
+    notes: list[str] = []
+    for trains in (True, False) if not lacking else (False,):
+        try:
+            found = _believable(lambda trains=trains: step_times(step, names, place.device, repeats, trains=trains))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            notes.append(f"memory ran out while {'steps' if trains else 'operators'} were timed: {lines[0]}")
+            continue
+        return _measured(found, place, lacking, notes)
+    return _estimates(record, "memory ran out while measuring", notes)
+
+
+def _believable(measure: Callable[[], StepTimes]) -> StepTimes:
+    """Measure, and once more where the first figures cannot be right."""
+    first = measure()
+    return measure() if first.doubts() else first
+
+
+def _measured(found: StepTimes, place: Device, lacking: int, notes: Sequence[str]) -> RecordTimes:
+    operators_ns, forward_ns = list(found.operators_ns), found.forward.median_ns
+    if place.runs_behind:
+        operators_ns = with_host(operators_ns, forward_ns)
+    else:
+        host_ns = max(0, forward_ns - sum(operators_ns)) // max(1, len(operators_ns))
+        operators_ns = [taken + host_ns for taken in operators_ns]
+    told = [*notes, *found.doubts()]
+    if not found.same:
+        told.append(
+            "the real forward runs other operators than the dry run (it depends on data): figures are approximate"
+        )
+    where = "training steps" if found.step is not None else "forwards that save nothing"
+    step, step_from = found.step, measured(place.clock_words)
+    if step is None:
+        step = _scaled(found.forward, 1 + BACKWARD)
+        short = f"the step needs {lacking} bytes more" if lacking else "memory ran out in whole steps"
+        step_from = estimated(f"backward taken as twice the forward, {short}")
+    return RecordTimes(
+        operators_ns=tuple(operators_ns),
+        forward=found.forward,
+        step=step,
+        times_from=measured(f"{place.clock_words}, in {where}"),
+        step_time_from=step_from,
+        notes=tuple(told),
+    )
+
+
+def _estimates(record: StepRecord, why: str, notes: Sequence[str]) -> RecordTimes:
+    times = tuple(_moved_bytes(operator, record) for operator in record.operators[: record.loss_stop])
+    forward = Spread.of([sum(times)])
+    return RecordTimes(
+        operators_ns=times,
+        forward=forward,
+        step=_scaled(forward, 1 + BACKWARD),
+        times_from=estimated(f"bytes moved at 1 GB/s, {why}"),
+        step_time_from=estimated("backward taken as twice the forward"),
+        notes=tuple(notes),
+    )
+
+
+def _moved_bytes(operator: Operator, record: StepRecord) -> int:
+    if not operator.produces and not operator.writes:
+        return 0
+    return sum(record.storages[index].nbytes for index in (*operator.reads, *operator.produces))
+
+
+def _scaled(spread: Spread, factor: int) -> Spread:
+    return Spread(low_ns=factor * spread.low_ns, median_ns=factor * spread.median_ns, high_ns=factor * spread.high_ns)
