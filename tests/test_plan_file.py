@@ -106,7 +106,7 @@ BROKEN = {
     "binary": ("\x00\x01", "not JSON"),
     "a list": ("[]", "no field 'segments'"),
     "another file": ('{"name": "config"}', "no field 'segments'"),
-    "another schema": (_edited(lambda c: c.update(schema_version=99)), "schema_version is 99, this remat reads 2"),
+    "another schema": (_edited(lambda c: c.update(schema_version=99)), "schema_version is 99, this remat reads 3"),
     "no schema": (_edited(lambda c: c.pop("schema_version")), "schema_version is None"),
     "a word for a number": (_edited(lambda c: c.update(budget_bytes="8GiB")), "field budget_bytes.*'8GiB'"),
     "a negative number": (_edited(lambda c: c.update(budget_bytes=-1)), "field budget_bytes"),
