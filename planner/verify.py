@@ -100,7 +100,7 @@ class Verification:
 
     def __repr__(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
-        peak, added = _bytes(self.measured_peak_bytes), _share(self.measured_overhead)
+        peak, added = _bytes(self.measured_peak_bytes), _share(self.measured_overhead, None)
         return f"<Verification: {verdict} against {self.against}, peak {peak}, added time {added}>"
 
     def _repr_html_(self) -> str:
@@ -108,7 +108,12 @@ class Verification:
         unplanned = _bytes(self.unplanned_measured_peak_bytes)
         rows = [
             ("peak", _bytes(self.predicted_peak_bytes), _bytes(self.measured_peak_bytes), unplanned),
-            ("added time", _share(self.predicted_overhead), _share(self.measured_overhead), ""),
+            (
+                "added time",
+                _share(self.predicted_overhead, self.predicted_overhead_range),
+                _share(self.measured_overhead, self.measured_overhead_range),
+                "",
+            ),
         ]
         remarks = [line for line in others if line.startswith(("NOT", "the unmodified"))]
         header = ("", "predicted", "measured", "unplanned")
