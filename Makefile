@@ -50,13 +50,18 @@ lessons: $(WHEEL)
 bench: $(WHEEL)
 	@for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py"; done
 
-gpu-check: $(WHEEL)
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then $(BIN)/python benchmarks/gpu_check.py; \
-	else echo 'gpu-check: skipped, torch finds no CUDA device here; nothing was checked'; fi
+# Without network: make gpu-check WHEELS=/folder/of/wheels. What the machine has already, its torch too, is then used.
+gpu-check: $(if $(WHEELS),,$(WHEEL))
+ifdef WHEELS
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --no-index --no-deps '$(WHEELS)'/*.whl
+	.venv-gpu/bin/python benchmarks/gpu_check.py
+else
+	$(BIN)/python benchmarks/gpu_check.py
+endif
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Libraries and tools, made anew when what they are made from changes.

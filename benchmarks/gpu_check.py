@@ -1,175 +1,364 @@
-"""Compare predictions with a CUDA device: peaks with max_memory_allocated, results bit for bit, times with the clock.
+"""Compare what is promised for a CUDA card with the card, one item after the other, each a row of JSON when it is done.
 
     make gpu-check
     python benchmarks/gpu_check.py --device cpu --small
 
-A GPT-2 of 24 layers of width 1024 in bfloat16, sequence 1024, batch 8, is profiled, planned at 80, 60 and 40 % of its
-peak, and verified; under five minutes on one GPU. Exits with 1 when a check fails, with 0 when all pass, and with 0
-and one line where there is no CUDA device. `--device cpu --small` walks the same way on a CPU with a toy model.
+What would spoil the rest comes first: versions, kernels' times against torch's own total, a cold and a warm step, the
+optimizer's peak, attention's names, what ten plain steps repeat. Then plans of a GPT-2 and a ResNet-50 in bfloat16, a
+stack that is bound by launches, and a step above 60 % of the card. Items that would begin after `--seconds` are left
+out and named. It needs torch, numpy, pandas, pulp, pydantic and this package, of the versions that the machine has; the
+models are written out here. `--device cpu --small` walks the same way on a CPU.
 """
 
 import argparse
+import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from remat.planner import InfeasibleBudgetError, Planner, Verification, apply, verify
+from remat.planner import InfeasibleBudgetError, Planner, apply, verify
+from remat.profiler.allocator import allocated_peak_bytes
+from remat.profiler.devices import device_of, is_out_of_memory
+from remat.profiler.internals import kineto_events
+from remat.profiler.kernels import device_ns, marked_durations
+from remat.profiler.optimizer import optimizer_bytes
+from remat.profiler.repeatability import Repeatability
+from remat.profiler.results import run_steps
 from remat.profiler.step import Step
 from remat.profiler.timing import train_once
-from tables import Table, measured_on, mib, publish
-from torch.profiler import ProfilerActivity
+from torch import nn
 from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
-SHARES = (80, 60, 40)
-CLOSE_PER_CENT = 1.0
-"""How far a measured peak may be from the predicted one."""
+MARK = "gpu_check"
+TESTED = "2.13"
+
+
+class Block(nn.Module):
+    """A transformer block as GPT-2's, attention by torch."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mix = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        q, k, v = self.project(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        x = x + nn.functional.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return x + self.mix(self.between(x))
+
+
+class Language(nn.Module):
+    """A GPT-2: embeddings, blocks, and the loss over the vocabulary."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run it."""
+        x = self.words(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())}
+
+
+class Bottleneck(nn.Module):
+    """A ResNet-50 block."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)),
+        )
+        same = stride == 1 and inside == 4 * width
+        self.skip = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(inside, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet(depths: tuple[int, ...], width: int) -> nn.Module:
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks: list[nn.Module] = []
+    inside = width
+    for level, depth in enumerate(depths):
+        for number in range(depth):
+            blocks.append(Bottleneck(inside, width << level, 2 if level and not number else 1))
+            inside = 4 * (width << level)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+
+
+class Check:
+    """Run the items and write their rows."""
+
+    def __init__(self, device: torch.device, *, small: bool, solver: str, seconds: float, out: Path) -> None:
+        self.device, self.place, self.small, self.solver = device, device_of(device), small, solver
+        self.seconds, self.out, self.started = seconds, out, time.perf_counter()
+        self.failures: list[str] = []
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("")
+
+    def run(self) -> None:
+        """Run every item for which there is time; what goes wrong in one stops no other."""
+        items: list[tuple[str, Callable[[], dict]]] = [
+            ("versions", self._versions),
+            ("kernels", self._kernels),
+            ("cold and warm", self._cold_and_warm),
+            ("optimizer", self._optimizer),
+            ("attention", self._attention),
+            ("repeats", self._repeats),
+            ("GPT-2", lambda: self._plans(*self._language())),
+            ("ResNet-50", lambda: self._plans(*self._pictures())),
+            ("launch-bound", lambda: self._plans(*self._launches())),
+            ("a large part of the card", self._large),
+        ]
+        for name, item in items:
+            begun = time.perf_counter()
+            if begun - self.started > self.seconds:
+                self.write({"item": name, "left out": f"more than {self.seconds:.0f} s had passed"})
+                continue
+            try:
+                row = item()
+            except Exception as error:
+                row = {"error": "".join(traceback.format_exception_only(error)).strip()[:500]}
+                self.failures.append(f"{name}: {row['error']}")
+            self.place.release_cached()
+            self.write({"item": name, "seconds": round(time.perf_counter() - begun, 2), **row})
+
+    def write(self, row: dict) -> None:
+        """Print a row and add it to the file."""
+        line = json.dumps(row, default=str)
+        print(line, flush=True)
+        with self.out.open("a") as file:
+            file.write(line + "\n")
+
+    def _versions(self) -> dict:
+        found: dict[str, object] = {"device": self.place.name, "python": sys.version.split()[0]}
+        for package in ("remat", "torch", "numpy", "pulp", "highspy"):
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                found[package] = None
+        found["torch as tested"] = torch.__version__.startswith(TESTED)
+        if self.device.type == "cuda":
+            found |= {"cuda": torch.version.cuda, "capability": torch.cuda.get_device_capability(self.device)}
+            found |= {"memory": torch.cuda.mem_get_info(self.device), "context": self.place.context_bytes()}
+        return found
+
+    def _language(self) -> tuple[nn.Module, torch.Tensor]:
+        sizes = (2, 64, 2, 64, 256) if self.small else (24, 1024, 16, 1024, 50304)
+        torch.manual_seed(0)
+        model = Language(*sizes).to(device=self.device, dtype=torch.bfloat16).train()
+        return model, torch.randint(0, sizes[-1], (4 if self.small else 8, sizes[3]), device=self.device)
+
+    def _pictures(self) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model = resnet((1, 1), 8) if self.small else resnet((3, 4, 6, 3), 64)
+        shape = (4, 3, 32, 32) if self.small else (64, 3, 224, 224)
+        return model.to(self.device, torch.bfloat16).train(), torch.randn(shape, device=self.device).bfloat16()
+
+    def _launches(self) -> tuple[nn.Module, torch.Tensor]:
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8 if self.small else 200)]
+        return nn.Sequential(*layers).to(self.device), torch.randn(64, 64, device=self.device)
+
+    def _kernels(self) -> dict:
+        model, batch = self._language()
+        step = Step.of(model, batch)
+        train_once(step)
+        with torch_profile(activities=self.place.activities) as profiler, _Marked():
+            train_once(step)
+            self.place.synchronize()
+        events = kineto_events(profiler)
+        ours = sum(marked_durations(events, MARK, on_device=self.place.runs_behind))
+        whole = device_ns(events)
+        torchs = 1000 * sum(event.self_device_time_total for event in profiler.key_averages())
+        if whole and not 0.97 < ours / whole < 1.001:
+            self.failures.append(f"kernels: {ours} ns went to operators, of {whole}")
+        return {"to operators ns": ours, "all kernels ns": whole, "torch's table ns (annotations too)": torchs}
+
+    def _cold_and_warm(self) -> dict:
+        model, batch = self._pictures()
+        step = Step.of(model, batch)
+        times = []
+        kept = self.place.warm_up(lambda: times.append(run_steps(step, _nothing).step_ns))
+        times += [run_steps(step, _nothing).step_ns for _ in range(3)]
+        return {"step ns": times, "kept by libraries": kept}
+
+    def _optimizer(self) -> dict:
+        model, batch = self._language()
+        row = {}
+        for name, options in {"default": {}, "a loop": {"foreach": False}, "fused": {"fused": True}}.items():
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+            _, predicted = optimizer_bytes(Step.of(model, batch), optimizer, round_to=self.place.round_to)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            measured = allocated_peak_bytes(optimizer.step, self.device)
+            model.zero_grad()
+            row[name] = {"predicted": predicted, "measured": measured}
+            if abs(measured - predicted) > 1 << 20:
+                self.failures.append(f"optimizer, {name}: predicted {predicted}, measured {measured}")
+        return row
+
+    def _attention(self) -> dict:
+        row = {}
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            model = Language(1, 64, 2, 64, 256, dropout=0.0).to(self.device, dtype).train()
+            batch = torch.randint(0, 256, (2, 64), device=self.device)
+            planner = Planner.of(model, batch, repeats=0)
+            fake = {o.operator for o in planner.profile.operators if "attention" in o.operator}
+            with _Marked() as marked:
+                train_once(planner.session.step)
+            real = {name for name in marked.names if "attention" in name}
+            row[str(dtype)] = {"fake": sorted(fake), "real": sorted(real)}
+            if fake != real:
+                self.failures.append(f"attention in {dtype}: recorded {sorted(fake)}, ran {sorted(real)}")
+        return row
+
+    def _repeats(self) -> dict:
+        row = {}
+        for name, (model, batch) in {"GPT-2": self._language(), "ResNet-50": self._pictures()}.items():
+            step = Step.of(model, batch)
+            known = Repeatability(run_steps(step, _nothing), lambda step=step: run_steps(step, _nothing), 9)
+            row[name] = known.words() or "everything repeats"
+        return row
+
+    def _plans(self, model: nn.Module, batch: torch.Tensor, shares: tuple[int, ...] = (80, 60)) -> dict:
+        planner = Planner.of(model, batch)
+        profile, rows = planner.profile, {}
+        rows["none"] = {
+            "predicted": planner.search.unplanned_peak_bytes(),
+            "allocated, predicted": profile.peak_bytes(),
+            "step ns": profile.step_ns,
+            "forward ns": profile.forward_ns,
+            "notes": profile.notes,
+        }
+        for share in shares:
+            try:
+                plan = planner.plan(f"{share}%", solver=self.solver, time_limit_s=10)
+            except InfeasibleBudgetError as error:
+                plan = error.plan
+            found = verify(model, batch, plan, repeats=3)
+            rows[f"{share} %"] = {
+                "predicted": found.predicted_peak_bytes,
+                "measured": found.measured_peak_bytes,
+                "unplanned measured": found.unplanned_measured_peak_bytes,
+                "within budget": found.within_budget,
+                "exact": found.exact,
+                "repeatable": found.repeatable,
+                "gradients": str(found.gradients),
+                "added, predicted": found.predicted_overhead,
+                "added, measured": found.measured_overhead,
+                **self._counters(model, batch, plan),
+                "notes": plan.notes,
+            }
+            if not found.within_budget:
+                self.failures.append(f"{share} %: measured {found.measured_peak_bytes} of {found.budget_bytes}")
+            if found.repeatable and not found.exact:
+                self.failures.append(f"{share} %: gradients {found.gradients}")
+        return rows
+
+    def _counters(self, model: nn.Module, batch: torch.Tensor, plan: object) -> dict:
+        """Return the allocator's own three figures of one planned step, all that is there included."""
+        if self.device.type != "cuda":
+            return {}
+        self.place.release_cached()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        with apply(model, plan):
+            train_once(Step.of(model, batch))
+        stats = torch.cuda.memory_stats(self.device)
+        kinds = ("allocated", "requested", "reserved")
+        return {kind: stats.get(f"{kind}_bytes.all.peak") for kind in kinds}
+
+    def _large(self) -> dict:
+        """Plan a step that takes more than 60 % of what is free, without memory for a second of everything."""
+        width, rows = (64, 256) if self.small else (8192, 16384)
+        free = self.place.free_bytes() if self.device.type == "cuda" else 1 << 23
+        layer = 2 * rows * width * 9
+        layers = max(4, int(0.65 * free / (layer + 2 * 2 * 8 * width * width)))
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers))
+        )
+        model = model.to(self.device, torch.bfloat16)
+        batch = torch.randn(rows, width, device=self.device, dtype=torch.bfloat16)
+        try:
+            return {"layers": layers, "free": free, **self._plans(model, batch, (60,))}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return {"layers": layers, "free": free, "error": "memory ran out outside of what plan() guards"}
+
+
+class _Marked(TorchDispatchMode):
+    """Mark every operator, and remember its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        with record_function(MARK):
+            return func(*args, **(kwargs or {}))
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_nothing = _Nothing
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--out", type=Path, help="file for the rows; default benchmarks/results/gpu_check_DEVICE.jsonl")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="two layers of 64 instead of 24 of 1024")
-    parser.add_argument("--solver", default="auto")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve")
+    parser.add_argument("--small", action="store_true", help="toy models instead of real ones")
+    parser.add_argument("--solver", default="dp")
+    parser.add_argument("--seconds", type=float, default=450.0, help="no item begins later than this")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: skipped, torch finds no CUDA device here; nothing was checked")
         return 0
-    device = torch.device(given.device)
-    rows, failures = check(device, small=given.small, solver=given.solver, time_limit_s=given.time_limit)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    model = "GPT-2 2 x 64" if given.small else "GPT-2 24 x 1024, sequence 1024, batch 8"
-    verdict = "all checks passed" if not failures else f"{len(failures)} checks failed"
-    title = f"{model}, bfloat16, on {where}: {verdict}"
-    table = Table(name=f"gpu_check_{device.type}", title=title, rows=rows, notes=[f"- {item}" for item in failures])
-    publish("gpu_check", [table], given.out, name=table.name)
-    for failure in failures:
-        print(f"FAILED: {failure}")
-    return 1 if failures else 0
-
-
-def check(device: torch.device, *, small: bool, solver: str, time_limit_s: float) -> tuple[list[dict], list[str]]:
-    """Profile, plan, verify; return the table's rows and what failed."""
-    print(measured_on(), flush=True)
-    model, batch = gpt2(device, small=small)
-    started = time.perf_counter()
-    planner = Planner.of(model, batch, progress=say)
-    profiling = time.perf_counter() - started
-    profile = planner.profile
-    step_ns, kernel_ns = profile.step_ns, kernel_time_ns(lambda: train_once(planner.session.step), device)
-    rows: list[dict] = [
-        {
-            "budget": "none",
-            "predicted MiB": mib(profile.peak_bytes()),
-            "step ms": step_ns / 1e6,
-            "kernels ms": None if kernel_ns is None else kernel_ns / 1e6,
-            "profiling s": profiling,
-        }
-    ]
-    failures: list[str] = []
-    for share in SHARES:
-        started = time.perf_counter()
-        try:
-            plan = planner.plan(f"{share}%", solver=solver, time_limit_s=time_limit_s, progress=say)
-            label = f"{share} %"
-        except InfeasibleBudgetError as error:
-            plan, label = error.plan, f"least (no {share} %)"
-        planning = time.perf_counter() - started
-        found = verify(model, batch, plan, repeats=3, progress=say)
-        print(found, flush=True)
-        with apply(model, plan):
-            step = Step.of(model, batch)
-            planned_kernel_ns = kernel_time_ns(lambda step=step: train_once(step), device)
-        rows.append(row_of(label, found) | {"planning s": planning})
-        if kernel_ns and planned_kernel_ns:
-            rows[-1]["kernels ms"] = planned_kernel_ns / 1e6
-            rows[-1]["added kernel time, %"] = 100 * (planned_kernel_ns / kernel_ns - 1)
-        failures += failures_of(label, found)
-    first = found.unplanned_measured_peak_bytes
-    if first is not None:
-        off = 100 * (first / profile.peak_bytes() - 1)
-        rows[0] |= {"measured MiB": mib(first), "measured/predicted - 1, %": off}
-        if abs(off) > CLOSE_PER_CENT:
-            failures.append(f"unplanned: measured peak is {off:+.2f} % off the predicted one")
-    return rows, failures
-
-
-def row_of(label: str, found: Verification) -> dict:
-    """Return one plan's promises and what came of them."""
-    measured, predicted = found.measured_peak_bytes, found.predicted_peak_bytes
-    return {
-        "budget": label,
-        "predicted MiB": mib(predicted),
-        "measured MiB": mib(measured),
-        "measured/predicted - 1, %": 100 * (measured / predicted - 1),
-        "within budget": measured <= found.budget_bytes,
-        "bitwise equal": found.exact,
-        "model repeats itself": found.repeatable,
-        "largest gradient difference": found.gradients.largest,
-        "added time predicted, %": 100 * found.predicted_overhead,
-        "added time measured, %": None if found.measured_overhead is None else 100 * found.measured_overhead,
-        "step ms": None if found.planned_step_ns is None else found.planned_step_ns / 1e6,
-    }
-
-
-def failures_of(label: str, found: Verification) -> list[str]:
-    """Return what one plan does not keep; differences prove nothing where the model does not repeat itself."""
-    off = 100 * (found.measured_peak_bytes / found.predicted_peak_bytes - 1)
-    failures: list[str] = []
-    if abs(off) > CLOSE_PER_CENT:
-        failures.append(f"{label}: measured peak is {off:+.2f} % off the predicted one")
-    if found.measured_peak_bytes > found.budget_bytes:
-        failures.append(f"{label}: measured {found.measured_peak_bytes} bytes, budget {found.budget_bytes}")
-    if found.repeatable and not found.exact:
-        failures.append(
-            f"{label}: not bitwise equal: loss {found.loss}; gradients {found.gradients}; buffers {found.buffers}"
-        )
-    return failures
-
-
-def kernel_time_ns(step: Callable[[], None], device: torch.device) -> int | None:
-    """Return the time of all kernels of one step, by torch.profiler; None on a CPU."""
-    if device.type != "cuda":
-        step()
-        return None
-    step()
-    torch.cuda.synchronize(device)
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize(device)
-    return int(1000 * sum(event.self_device_time_total for event in profiler.key_averages()))
-
-
-def gpt2(device: torch.device, *, small: bool) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return a GPT-2 in bfloat16 with dropout on, and a batch."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    torch.manual_seed(0)
-    layers, width, heads, length, size, vocabulary = (2, 64, 2, 64, 4, 256) if small else (24, 1024, 16, 1024, 8, 50304)
-    config = GPT2Config(
-        n_layer=layers,
-        n_embd=width,
-        n_head=heads,
-        n_positions=length,
-        vocab_size=vocabulary,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        attn_implementation="sdpa",
+    out = given.out or Path(f"benchmarks/results/gpu_check_{given.device}.jsonl")
+    check = Check(
+        torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu"),
+        small=given.small,
+        solver=given.solver,
+        seconds=given.seconds,
+        out=out,
     )
-    model = GPT2LMHeadModel(config).to(device=device, dtype=torch.bfloat16).train()
-    ids = torch.randint(0, vocabulary, (size, length), device=device)
-    return model, {"input_ids": ids, "labels": ids}
-
-
-def say(phase: str) -> None:
-    """Print a phase."""
-    print(f"  {phase}", flush=True)
+    check.run()
+    check.write(
+        {"item": "verdict", "failures": check.failures, "seconds": round(time.perf_counter() - check.started, 1)}
+    )
+    return 1 if check.failures else 0
 
 
 if __name__ == "__main__":
