@@ -10,6 +10,7 @@ from remat.planner import Plan
 from remat.planner.show.cli import main
 
 FACTORIES = """
+import torch
 from torch import nn
 
 class Block(nn.Module):
