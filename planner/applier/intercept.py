@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ...profiler.repeatable import may_run_again
 from ..errors import ApplyError
@@ -110,6 +110,10 @@ class Planned:
         return torch.is_grad_enabled() and self.root.training is self.training
 
 
+class _NotScriptableError(ApplyError, AttributeError):
+    """What stands at a planned call has no source for torch.jit.script; others may ask whether it has."""
+
+
 class StandIn:
     """Stand on a module instance in place of a method of its class, and let go of the plan in a copy of only a part.
 
@@ -155,6 +159,11 @@ class StandIn:
         return inspect.signature(self.bound)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__globals__" and self.planned is not None:
+            raise _NotScriptableError(
+                "torch.jit.script reads a model's source, and cannot read a planned one's: remove() the plan before "
+                "scripting, or trace, export or compile the model instead"
+            )
         if name in ("__code__", "__func__", "__self__", "__name__", "__qualname__", "__wrapped__"):
             return getattr(self.bound, name)
         raise AttributeError(name)
@@ -207,7 +216,8 @@ class PlannedForward(StandIn):
         if planned is None:
             return self.original(*args, **kwargs)
         if is_dynamo_compiling():
-            if self.traced is None or not planned.traced_in_force():
+            # What is exported is the model's function; a checkpoint would only stand in the exporter's way.
+            if self.traced is None or is_exporting() or not planned.traced_in_force():
                 return self.original(*args, **kwargs)
             return self.traced(self.original, args, kwargs)
         if compiler_callback():

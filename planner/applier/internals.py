@@ -21,6 +21,7 @@ from torch._C._autograd import _make_saved_tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.backends import cuda
 from torch.nn.modules import module as module_file
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -122,6 +123,16 @@ def has_forward(module: nn.Module) -> bool:
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
     """Return how often each tensor was changed in place; 0 where torch does not count."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def checkpoint_debug_is_on() -> bool:
+    """Return whether torch's checkpoints are told to log what they run, which needs contexts of its own."""
+    return bool(checkpoint._checkpoint_debug_enabled)
+
+
+def parametrizations_are_cached() -> bool:
+    """Return whether parametrized weights are computed once and kept, as in `parametrize.cached()`."""
+    return parametrize._cache_enabled > 0
 
 
 def next_node_number() -> int:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -187,7 +188,9 @@ class Reads:
         """Return the attributes that a module lacks so far, and that its own methods set and read."""
         stored = set[str]().union(*(self._stored.get(base, ()) for base in type(module).__mro__))
         registries = parameters_of(module).keys() | buffers_of(module).keys() | children_of(module).keys()
-        return (stored & self.names) - vars(module).keys() - registries
+        lacking = (stored & self.names) - vars(module).keys() - registries
+        # A property (a parametrized weight) is computed from what is watched, and anew each time that it is asked for.
+        return {name for name in lacking if not isinstance(getattr_static(type(module), name, None), property)}
 
     def _finish(self) -> None:
         while self._work and not self.everything:

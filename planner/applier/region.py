@@ -7,13 +7,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from ..errors import ApplyError, ReplayStateError
 from .internals import (
     ambient_settings,
     buffers_of,
+    checkpoint_debug_is_on,
     checkpoint_generator,
     in_ddp_forward,
+    parametrizations_are_cached,
     set_ambient,
     versions_of,
 )
@@ -58,6 +61,8 @@ class Region:
         """Begin the region; what is saved for backward from here on is had by running `again`."""
         session, segment, inputs = self.session, self.segment, self._inputs
         assert inputs is not None
+        if checkpoint_debug_is_on() or parametrizations_are_cached():
+            _refuse_modes(segment)
         if inputs.objects:
             refuse_iterators(inputs.objects, segment.where)
         self._pictures = picture(inputs.objects) if inputs.objects else None
@@ -215,6 +220,20 @@ class OneCall(Region):
         """Call the forward again."""
         args, kwargs = rebuild_call(self._template, tensors)
         self._forward(*args, **kwargs)
+
+
+def _refuse_modes(segment: Segment) -> None:
+    """Refuse what torch would refuse without a name, or only in backward."""
+    if segment.save is not None and checkpoint_debug_is_on():
+        raise ApplyError(
+            f"segment {segment.where}: torch's debug mode for checkpoints (set_checkpoint_debug_enabled) does not work "
+            "with a save set: leave it, or plan with save_sets=False"
+        )
+    if parametrizations_are_cached() and any(map(parametrize.is_parametrized, segment.modules)):
+        raise ApplyError(
+            f"segment {segment.where}: it has parametrized weights, and inside parametrize.cached() a replay would not "
+            "compute them as forward does: leave the context, or remove() the plan"
+        )
 
 
 def _set_flags(segment: Segment, flags: list[bool]) -> None:
