@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module
 from torch.utils import _foreach_utils
 
@@ -65,6 +66,12 @@ def autograd_sequence() -> int:
     """Return the number of the autograd node now in backward, or else of the next one that forward makes."""
     node = torch._C._current_autograd_node()
     return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+
+
+def made_by_function(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor came from a custom autograd function; those of module backward hooks do not count."""
+    node = tensor.grad_fn
+    return isinstance(node, BackwardCFunction) and node.name() != "BackwardHookFunctionBackward"
 
 
 def fake_mode_is_on() -> bool:

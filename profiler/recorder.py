@@ -9,7 +9,7 @@ import random
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from .internals import (
     fake_mode_is_on,
     forward_hooks,
     global_forward_hooks,
+    made_by_function,
     storage_key,
     unset_fake_temporarily,
 )
@@ -123,6 +124,9 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, object] = {}
         self._stack: list[int] = [-1]
         self._pending: list[int] = []
+        # By storage, the last operator without gradients that returned it; and those that ended custom functions.
+        self._detached: dict[int, int] = {}
+        self._in_function: set[int] = set()
         self._counts: dict[str, int] = {}
         self._counts_without_gradients: dict[str, int] = {}
         self._hooked: dict[str, bool] = {}
@@ -142,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self._accumulate_in_place()
         sources = self._forward_of()
         operators = tuple(
-            operator
+            replace(operator, in_function=k in self._in_function)
             if k < self.loss_stop
             else replace(operator, forward_of=sources[k], replayed=self._seen[k].grad_enabled)
             for k, operator in enumerate(self._operators)
@@ -230,6 +234,7 @@ class Recorder(TorchDispatchMode):
         # What is read and was never made here was there before: a tensor kept as an attribute. Literals are new.
         kind: Kind = "activation" if func is torch.ops.aten.lift_fresh.default else "buffer"
         reads = tuple(dict.fromkeys(self.identify(tensor, kind)[0] for tensor in inputs))
+        self._note_functions(inputs)
         for saved in self._pending:
             lives[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
         self._pending.clear()
@@ -241,6 +246,8 @@ class Recorder(TorchDispatchMode):
             index, is_new = self.identify(tensor)
             if is_new:
                 produced.append(index)
+            if not torch.is_grad_enabled():
+                self._detached[index] = here
         writes = _written(func, args, kwargs)
         written = tuple(dict.fromkeys(self.identify(tensor)[0] for tensor, _ in writes))
         returned = {id(tensor) for tensor in outputs}
@@ -273,6 +280,14 @@ class Recorder(TorchDispatchMode):
             )
         )
         return out
+
+    def _note_functions(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note which operators custom autograd functions ran: without gradients, and now their outputs have some."""
+        for tensor in tensors:
+            if made_by_function(tensor):
+                ended = self._detached.get(self.identify(tensor)[0])
+                if ended is not None:
+                    self._in_function.add(ended)
 
     @contextmanager
     def saving(self, *, drop: bool = False) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Operator:
         private_generator: It was given a generator of its own.
         fills_argument: It writes to an argument other than its first without returning it (RReLU's noise).
         counted: Selective checkpointing counts it.
+        in_function: A custom autograd function ran it, or ended with it; a record of what is called does not see those.
         replayed: It runs in backward to compute again what a checkpointed segment dropped.
         forward_of: For a backward operator, the forward operator whose gradient it computes; else -1.
     """
@@ -62,6 +63,7 @@ class Operator:
     private_generator: bool
     fills_argument: bool
     counted: bool
+    in_function: bool = False
     replayed: bool = False
     forward_of: int = -1
 

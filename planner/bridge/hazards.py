@@ -76,6 +76,7 @@ class Hazards:
         self._overwritten_reads = _Events(
             (k, storages[s].born, last) for s, last in last_write.items() for k in storages[s].read_by
         )
+        self._functions = [k for k in forward if operators[k].in_function]
         self._changing = sorted(
             {
                 k
@@ -110,6 +111,7 @@ class Hazards:
             self._members_overlap(members)
             or self._outlasts_its_loop(members)
             or self._changes_between(members, first, end)
+            or self._runs_a_function_between(members, first, end)
         )
 
     def bars_nesting(self, cut: Iterable[int], members: list[int]) -> bool:
@@ -184,7 +186,15 @@ class Hazards:
         A replay calls members with their buffers put back, but repeats what ran between them from a record, which
         holds the buffers themselves.
         """
-        touched = self._changing[bisect_left(self._changing, first) : bisect_left(self._changing, end)]
+        return self._any_between(self._changing, members, first, end)
+
+    def _runs_a_function_between(self, members: list[int], first: int, end: int) -> bool:
+        """A custom autograd function between the members: the record of what is called there does not see it."""
+        return self._any_between(self._functions, members, first, end)
+
+    def _any_between(self, operators: list[int], members: list[int], first: int, end: int) -> bool:
+        """Say whether one of some operators, in order, is within [first, end) and in none of the members' calls."""
+        touched = operators[bisect_left(operators, first) : bisect_left(operators, end)]
         spans = [(self.profile.calls[m].start, self.profile.calls[m].stop) for m in members] if touched else []
         return any(not any(a <= k < b for a, b in spans) for k in touched)
 
