@@ -48,7 +48,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     if problem.floor_bytes <= problem.budget_bytes:
         path = search.cheapest(tables.room_bytes(problem, problem.budget_bytes), gap=gap, deadline=deadline)
     if path is None:
-        segments = least_peak_plan(problem, search, graph.segments)
+        segments = least_peak_plan(problem, search, graph.segments, deadline=deadline)
         solution = make_solution(problem, segments, solver="dp", started_ns=started, note=note)
         if solution.peak_bytes <= problem.budget_bytes:  # Pinning overstates a plan in the graph, not in its price.
             return solution

@@ -91,7 +91,7 @@ def _solve_nested(
         path = LabelSearch(nested.graph, tables).cheapest(room, gap=gap, deadline=deadline)
     if nested is None or path is None:
         assert isinstance(flat, BudgetTooSmallError)
-        segments = _least_peak(problem, flat.solution, save_sets)
+        segments = _least_peak(problem, flat.solution, save_sets, deadline)
         solution = make_solution(problem, segments, solver="dp_nested", started_ns=started)
         if nested is None or solution.peak_bytes > problem.budget_bytes:
             raise BudgetTooSmallError(problem, solution)
@@ -124,11 +124,12 @@ def _solve_nested(
     )
 
 
-def _least_peak(problem: Problem, flat: Solution, save_sets: bool) -> tuple[Segment, ...]:
+def _least_peak(problem: Problem, flat: Solution, save_sets: bool, deadline: float) -> tuple[Segment, ...]:
     tables = tables_of(problem)
     high = tables.room_bytes(problem, flat.peak_bytes)
     nested = NestedGraph(problem, high, units=UNITS, save_sets=save_sets, deadline=None)
-    return least_peak_plan(problem, LabelSearch(nested.graph, tables), nested.segments, flat.segments)
+    search = LabelSearch(nested.graph, tables)
+    return least_peak_plan(problem, search, nested.segments, flat.segments, deadline=deadline)
 
 
 def _coarseness(nested: NestedGraph) -> str:

@@ -1,4 +1,4 @@
-"""The plan of the least peak of a retention graph: the one answer where no plan fits the budget."""
+"""The cheapest plan of the least peak of a retention graph: the one answer where no plan fits the budget."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ Naming = Callable[[list[int]], tuple[Segment, ...]]
 
 
 def least_peak_plan(
-    problem: Problem, search: LabelSearch, named: Naming, known: tuple[Segment, ...] | None = None
+    problem: Problem,
+    search: LabelSearch,
+    named: Naming,
+    known: tuple[Segment, ...] | None = None,
+    *,
+    deadline: float,
 ) -> tuple[Segment, ...]:
-    """Return the plan that fits the least budget any path fits, by bisection; it does not depend on the budget.
+    """Return the cheapest plan that fits the least budget any path fits, found by bisection.
+
+    It does not depend on the problem's budget, unless the deadline comes first: then it may be a dearer one.
 
     Args:
         problem: The problem.
         search: Its graph.
         named: Gives the segments of a path.
         known: A plan to start from; any without one.
+        deadline: `time.perf_counter()` at which to look for no cheaper plan any more.
     """
     tables = tables_of(problem)
 
     def room_of(plan: tuple[Segment, ...]) -> int:
         return tables.room_bytes(problem, simulate(problem, plan, trace=False).peak_bytes)
+
+    def added_by(plan: tuple[Segment, ...]) -> int:
+        return simulate(problem, plan, trace=False).added_ns
 
     if known is None:
         path = search.smallest(_NO_LIMIT)
@@ -42,4 +53,5 @@ def least_peak_plan(
             continue
         best = named(path)
         high = min(room, room_of(best))
-    return best
+    path = search.cheapest(high, gap=0.0, deadline=deadline)
+    return best if path is None else min(best, named(path.edges), key=added_by)
