@@ -73,7 +73,9 @@ class RetentionGraph:
         return tuple(item for edge in path if (item := self.edges[edge].item) is not None)
 
 
-class _TooManySetsError(Exception):
+class TooManySetsError(Exception):
+    """Say that a boundary has more held sets than are searched."""
+
     def __init__(self, sets: list[int]) -> None:
         super().__init__(sets)
         self.sets = sets
@@ -88,15 +90,15 @@ def retention_graph(problem: Problem, tables: Tables, *, save_sets: bool) -> Ret
         pinned = 0
         while graph is None:
             try:
-                graph = _build(tables, options, pinned)
-            except _TooManySetsError as error:
+                graph = build_graph(tables, options, pinned)
+            except TooManySetsError as error:
                 pinned |= _farthest(tables, error)
         tables.graphs[key] = graph
     assert isinstance(graph, RetentionGraph)
     return graph
 
 
-def _farthest(tables: Tables, error: _TooManySetsError) -> int:
+def _farthest(tables: Tables, error: TooManySetsError) -> int:
     """Choose the quarter of the tensors that differ between the held sets which stay alive longest."""
     union = intersection = error.sets[0]
     for held in error.sets:
@@ -106,11 +108,11 @@ def _farthest(tables: Tables, error: _TooManySetsError) -> int:
     return sum(1 << rank for rank in ranks[: max(1, len(ranks) // 4)])
 
 
-def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
+def build_graph(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
     """Build the graph boundary by boundary, node by node.
 
     Raises:
-        _TooManySetsError: If a boundary has more held sets than the limit.
+        TooManySetsError: If a boundary has more held sets than the limit.
     """
     count = tables.stage_count
     edges = LevelEdges(tables, options, pinned)
@@ -121,7 +123,7 @@ def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
     for position in range(count):
         nodes = all_nodes[position]
         if len(nodes) > MOST_NODES_AT_A_BOUNDARY:
-            raise _TooManySetsError(list(nodes))
+            raise TooManySetsError(list(nodes))
         for held, node in nodes.items():
             for edge in edges.leave(position, edges.crossing[position], held, top=True):
                 targets = all_nodes[edge.stop]
@@ -129,7 +131,7 @@ def _build(tables: Tables, options: SaveOptions, pinned: int) -> RetentionGraph:
                     targets[edge.held] = met
                     met += 1
                     if len(targets) > 4 * MOST_NODES_AT_A_BOUNDARY:
-                        raise _TooManySetsError(list(targets))
+                        raise TooManySetsError(list(targets))
                 found.append(_priced(tables, node, targets[edge.held], position, edge))
     number = {node: place for place, node in enumerate(node for nodes in all_nodes for node in nodes.values())}
     return RetentionGraph(

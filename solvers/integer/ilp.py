@@ -1,7 +1,8 @@
 """`ilp`: exact over one level of segments with save sets chosen operator by operator, by an integer programme.
 
 The programme is in `ilp_model`; HiGHS solves it through PuLP, CBC where HiGHS is not to be had. The dynamic
-programme's answer is its start and its safety net.
+programme's answer is its start and its safety net, and where divisible save sets bound it closely enough
+(`save_set_bound`), the programme is not solved at all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 from ..chain import dp
+from ..chain.save_set_bound import save_set_bound
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
 from ..simulate import simulate
@@ -22,6 +24,8 @@ from .backends import Answer, run_cbc, run_highs
 from .ilp_model import IlpModel, ModelBuilder
 
 _MOST_ATTEMPTS = 3
+BOUNDING_SHARE = 0.3
+"""Share of the time limit after which the bound of divisible save sets is taken as it is then."""
 
 
 @dataclass(slots=True)
@@ -71,15 +75,24 @@ def solve(
         raise BudgetTooSmallError(problem, replace(error.solution, solver="ilp", wall_ns=wall)) from None
     if first.added_ns == 0:
         return make_solution(problem, first.segments, solver="ilp", started_ns=started, status=Status.OPTIMAL)
+    known_bound = 0
+    if save_sets and problem.operators:
+        until = time.perf_counter() + BOUNDING_SHARE * limit_s
+        known_bound = save_set_bound(problem, first.added_ns, deadline=min(deadline, until))
+    if known_bound >= first.added_ns * (1 - gap):
+        status = Status.OPTIMAL if known_bound == first.added_ns else Status.FEASIBLE
+        return make_solution(
+            problem, first.segments, solver="ilp", started_ns=started, status=status, lower_bound_ns=known_bound
+        )
     notes: list[str] = []
     run = _solve_programme(problem, first.segments, save_sets, gap, deadline, backend, notes)
     best = first.segments
     if run.segments is not None and simulate(problem, run.segments, trace=False).added_ns < first.added_ns:
         best = run.segments
     added = simulate(problem, best, trace=False).added_ns
-    bound = min(run.bound_ns, added)
+    bound = min(max(run.bound_ns, known_bound), added)
     status = Status.FEASIBLE
-    if run.proven and gap == 0.0:
+    if (run.proven and gap == 0.0) or bound == added:
         status = Status.OPTIMAL
     elif run.timed_out:
         status = Status.TIME_LIMIT
