@@ -25,8 +25,8 @@ from .intercept import MemberCall, Planned, PlannedForward, Replication, StandIn
 from .internals import buffers_of, forward_hook_registries, has_forward
 from .reads import Reads, what_decides
 from .save_set import SaveSet
-from .session import NO_SCOPE, CallKey, Level, Segment
 from .state import Watched
+from .thread_state import NO_SCOPE, BoundSegment, CallKey, Level
 from .traced import Traced, TracedCall, TracedFirst, TracedLater, Untraceable
 
 
@@ -100,7 +100,7 @@ class Applied:
 
     def _attach_all(self) -> None:
         planned, binding = self._planned, self._binding
-        planned.sessions.top.mark(removed=False)
+        planned.threads.top.mark(removed=False)
         for key, module in enumerate(binding.modules):
             member, scope = key in binding.members, key in binding.scopes
             single, traced = key in binding.singles, binding.traced.get(key)
@@ -114,7 +114,7 @@ class Applied:
 
     def expect(self, plan: Plan) -> None:
         """Tell the user, once, of a step that is not the one planned for."""
-        self._planned.expected = Expected(plan, self._planned.sessions.top.calls())
+        self._planned.expected = Expected(plan, self._planned.threads.top.calls())
 
     @property
     def model(self) -> nn.Module:
@@ -126,7 +126,7 @@ class Applied:
 
         Graphs built under the plan can still run backward, if no segment has others inside; else backward says so.
         """
-        self._planned.sessions.top.mark(removed=True)
+        self._planned.threads.top.mark(removed=True)
         for stand_in in self._attached:
             stand_in.take_off()
         self._attached = []
@@ -229,7 +229,7 @@ class _Binding:
             level.add(segment)
         return level
 
-    def _segment(self, planned: PlannedSegment, parent: PlannedSegment | None) -> Segment:
+    def _segment(self, planned: PlannedSegment, parent: PlannedSegment | None) -> BoundSegment:
         where = str(planned) if planned.members else "(empty)"
         if not planned.members:
             raise ApplyError(f"segment {where}: it has no members; name at least one call")
@@ -254,7 +254,7 @@ class _Binding:
         watched = Watched(
             self._root, where, inside, restored=[*buffers, *remade], called=called, reads=self._reads_of(inside)
         )
-        segment = Segment(
+        segment = BoundSegment(
             where=where,
             calls=calls,
             modules=list(inside),
@@ -279,7 +279,7 @@ class _Binding:
             self._reads[key] = Reads.of(modules)
         return self._reads[key]
 
-    def _trace(self, planned: PlannedSegment, segment: Segment, members: list[nn.Module]) -> None:
+    def _trace(self, planned: PlannedSegment, segment: BoundSegment, members: list[nn.Module]) -> None:
         keys = [key for key, _ in segment.calls]
         if planned.crosses_operators and len(keys) > 1:
             refusal = Untraceable(

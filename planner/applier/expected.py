@@ -10,7 +10,7 @@ import torch
 from ..circumstances import autocast_now, precision_words
 from ..plan import Plan
 from .internals import autocast_is_on
-from .session import CallKey
+from .thread_state import CallKey
 
 _SHOWN = 3
 

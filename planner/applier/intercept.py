@@ -33,7 +33,7 @@ from .internals import (
 from .loop import begin_runs
 from .packing import Inputs
 from .region import OneCall
-from .session import Level, Session, Sessions
+from .thread_state import Level, ThreadState, ThreadStates
 from .traced import Traced, TracedCall, TracedFirst
 
 
@@ -43,7 +43,7 @@ class Planned:
     Attributes:
         root: The model.
         training: The root's training flag with which the plan is in force.
-        sessions: The state of each thread.
+        threads: The state of each thread.
         applied: What apply returned: found here, so that a copy of the model has its own.
         expected: What the plan's figures rest on; None where segments were applied without a plan.
         begins: The first calls of all segments, of whatever level.
@@ -52,7 +52,7 @@ class Planned:
     def __init__(self, root: nn.Module, training: bool, top: Level, replayed: dict[nn.Module, str]) -> None:
         self.root = root
         self.training = training
-        self.sessions = Sessions(top)
+        self.threads = ThreadStates(top)
         self.applied: Any = None
         self.expected: Expected | None = None
         self.begins = top.all_begins()
@@ -66,10 +66,10 @@ class Planned:
         self._hooks += global_hook_registries()
         self._known_hooks = [hooks.copy() for hooks in self._hooks]
 
-    def in_force(self, session: Session) -> bool:
+    def in_force(self, thread: ThreadState) -> bool:
         """Return whether a forward or replay that begins now is to be checkpointed."""
         return torch.is_grad_enabled() and (
-            session.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
+            thread.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
         )
 
     def check_model(self) -> None:
@@ -223,33 +223,33 @@ class PlannedForward(StandIn):
         if compiler_callback():
             if self.traced is None or not planned.traced_in_force():
                 return self.original(*args, **kwargs)
-            return _beside_compiler(self, planned.sessions, args, kwargs)
+            return _beside_compiler(self, planned.threads, args, kwargs)
         if self.passive:
             return self.original(*args, **kwargs)
-        session = planned.sessions.here
-        if session.counts is not None:
+        thread = planned.threads.here
+        if thread.counts is not None:
             if torch.is_grad_enabled():
-                return self._run(planned.sessions, session, args, kwargs)
+                return self._run(planned.threads, thread, args, kwargs)
             return self.original(*args, **kwargs)
-        if not planned.in_force(session):
+        if not planned.in_force(thread):
             return self.original(*args, **kwargs)
         if not self.scope:
-            return self._run(planned.sessions, session, args, kwargs)
+            return self._run(planned.threads, thread, args, kwargs)
         planned.check_model()
         expected = planned.expected if self.module is planned.root else None
         if expected is not None:
             expected.check_batch(args, kwargs)
-        session.counts, session.cut = {}, []
+        thread.counts, thread.cut = {}, []
         try:
-            output = session.scoped(None, self._run, (planned.sessions, session, args, kwargs), {})
+            output = thread.scoped(None, self._run, (planned.threads, thread, args, kwargs), {})
             if expected is not None:
-                expected.check_calls(session.counts, session.cut)
+                expected.check_calls(thread.counts, thread.cut)
             return output
         finally:
-            session.counts = None
+            thread.counts = None
 
-    def _run(self, sessions: Sessions, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        counts, index = session.counts, 0
+    def _run(self, threads: ThreadStates, thread: ThreadState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counts, index = thread.counts, 0
         if counts is not None:
             if self.counted:
                 index = counts.get(self.key, 0)
@@ -257,35 +257,37 @@ class PlannedForward(StandIn):
             else:
                 index = counts.get(self.key, 1) - 1
         call = (self.key, index)
-        loop = session.loop
+        loop = thread.loop
         if loop is not None and loop.leave_before(call):
-            session.loop = None
+            thread.loop = None
             if loop.runs:
-                session.loop = loop
+                thread.loop = loop
                 loop.resume()
-        segment = session.level.singles.get(call)
+        segment = thread.level.singles.get(call)
         body = self._in_scope if self.scope else self.original
         if segment is None:
             return body(*args, **kwargs)
         assert self.planned is not None
         if self.planned.expected is not None:
             self.planned.expected.check_precision()
-        return OneCall(sessions, session, segment, Inputs(args, kwargs)).run(body, args, kwargs)
+        return OneCall(threads, thread, segment, Inputs(args, kwargs)).run(body, args, kwargs)
 
     def _in_scope(self, /, *args: Any, **kwargs: Any) -> Any:
         assert self.planned is not None
-        return self.planned.sessions.here.scoped(self.key, self.original, args, kwargs)
+        return self.planned.threads.here.scoped(self.key, self.original, args, kwargs)
 
 
 @uncompiled
-def _beside_compiler(planned: PlannedForward, sessions: Sessions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _beside_compiler(
+    planned: PlannedForward, threads: ThreadStates, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Do what is traced elsewhere, where the compiler gave the frame up; neither it nor its replay is compiled."""
     traced = planned.traced
     assert traced is not None
     if not isinstance(traced, TracedCall):
         return traced(planned.original, args, kwargs)
     body = functools.partial(traced.body, planned.original)
-    output = OneCall(sessions, sessions.here, traced.segment, Inputs(args, kwargs)).run(body, args, kwargs)
+    output = OneCall(threads, threads.here, traced.segment, Inputs(args, kwargs)).run(body, args, kwargs)
     if isinstance(traced, TracedFirst):
         traced.left = len(traced.later)
     return output
@@ -302,31 +304,31 @@ class MemberCall(StandIn):
         # The compiler has its own way with runs: see traced.py.
         if planned is None or is_dynamo_compiling() or compiler_callback():
             return self.original(*args, **kwargs)
-        session = planned.sessions.here
-        counts = session.counts
+        thread = planned.threads.here
+        counts = thread.counts
         if counts is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         call = (self.key, counts.get(self.key, 0))
         counts[self.key] = call[1] + 1
-        loop = session.loop
+        loop = thread.loop
         if loop is not None:
             loop.pause()
         if call in planned.begins:
             if planned.expected is not None:
                 planned.expected.check_precision()
-            loop = begin_runs(planned.sessions, loop, call, args, kwargs)
-        session.loop = None
+            loop = begin_runs(planned.threads, loop, call, args, kwargs)
+        thread.loop = None
         if loop is None:
             return self.original(*args, **kwargs)
         original = self.bound
         loop.begin_call(call, self, original, args, kwargs)
         output = original(*args, **kwargs)
-        session.loop = loop
+        thread.loop = loop
         loop.end_call(output)
         if loop.runs:
             loop.resume()
         else:
-            session.loop = None
+            thread.loop = None
         return output
 
 

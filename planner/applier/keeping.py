@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .internals import StopReplay, TorchReplay, detached, tensors_saved_in_forward, versions_of
 
 if TYPE_CHECKING:
-    from .session import Sessions
+    from .thread_state import ThreadStates
 
 Indices = dict[Any, frozenset[int]]
 """By operator, the numbers of the calls whose outputs are kept."""
@@ -73,10 +73,10 @@ class _Mode(TorchDispatchMode):
     # With an operator that takes functions (flex_attention) it is the same.
     supports_higher_order_operators = True
 
-    def __init__(self, sessions: Sessions, indices: Indices, kept: Kept) -> None:
+    def __init__(self, threads: ThreadStates, indices: Indices, kept: Kept) -> None:
         super().__init__()
-        self._sessions = sessions
-        self._session = sessions.here
+        self._threads = threads
+        self._thread = threads.here
         self._indices = indices
         self._kept = kept
 
@@ -93,7 +93,7 @@ class Keep(_Mode):
     """Note the calls of a region's forward, and keep what is to be kept."""
 
     def __enter__(self) -> Keep:
-        self._session = self._sessions.here
+        self._thread = self._threads.here
         self._saved = tensors_saved_in_forward()
         self._counts = dict.fromkeys(self._indices, 0)
         super().__enter__()
@@ -107,7 +107,7 @@ class Keep(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wanted = self._indices.get(func)
-        if wanted is None or self._session.uncounted:
+        if wanted is None or self._thread.uncounted:
             return func(*args, **(kwargs or {}))
         calls = self._kept.calls
         calls.append(self._noted(func, args, len(self._saved)))
@@ -123,15 +123,15 @@ class Keep(_Mode):
 class Take(_Mode):
     """Hand out in a replay what forward kept, for as long as the replay makes the calls that forward made."""
 
-    def __init__(self, sessions: Sessions, indices: Indices, kept: Kept, differs: Callable[[], None]) -> None:
-        super().__init__(sessions, indices, kept)
+    def __init__(self, threads: ThreadStates, indices: Indices, kept: Kept, differs: Callable[[], None]) -> None:
+        super().__init__(threads, indices, kept)
         # What to do where the replay differs, before it runs again.
         self._tell = differs
         self._off = False
 
     def __enter__(self) -> Take:
         if not self._off:
-            self._session = self._sessions.here
+            self._thread = self._threads.here
             self._replay = TorchReplay()
             self._position = 0
             self._differs = False
@@ -146,7 +146,7 @@ class Take(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._off or func not in self._indices or self._session.uncounted:
+        if self._off or func not in self._indices or self._thread.uncounted:
             return func(*args, **(kwargs or {}))
         position, calls = self._position, self._kept.calls
         call = self._noted(func, args, self._replay.saved)

@@ -24,8 +24,8 @@ from .internals import (
 )
 from .packing import Inputs, tensors_in
 from .region import Region
-from .session import CallKey, Segment, Sessions
 from .tape import Tape
+from .thread_state import BoundSegment, CallKey, ThreadStates
 
 
 class Run(Region):
@@ -56,7 +56,7 @@ class Run(Region):
             self._counts[key] = index
         self._hooks = hooks
         loop.runs.append(self)
-        self.session.open.append(self)
+        self.thread.open.append(self)
 
     def leave(self) -> None:
         """End the region with what was recorded so far; a longer loop than planned stays exact."""
@@ -77,8 +77,8 @@ class Run(Region):
     def abandon(self) -> None:
         """Drop the region after an exception."""
         try:
-            if self in self.session.open:
-                self.session.open.remove(self)
+            if self in self.thread.open:
+                self.thread.open.remove(self)
                 self.loop.runs.remove(self)
                 self.tape.forget()
                 del self._hooks
@@ -87,7 +87,7 @@ class Run(Region):
             super().abandon()
 
     def _take_out(self) -> None:
-        assert self.session.open.pop() is self
+        assert self.thread.open.pop() is self
         assert self.loop.runs.pop() is self
         self.tape.close()
         # They lead back here through the frame: a cycle would keep the region's inputs until the collector comes.
@@ -195,7 +195,7 @@ class Loop:
         for position in reversed(range(len(self.runs))):
             run = self.runs[position]
             if call in run.outer.begins:
-                run.session.cut += [other.segment.where for other in self.runs[position:]]
+                run.thread.cut += [other.segment.where for other in self.runs[position:]]
                 self.leave_from(position)
                 return True
             if call in run.segment.inside.begins:
@@ -239,24 +239,24 @@ class _Between(TorchFunctionMode):
 
 
 def begin_runs(
-    sessions: Sessions, loop: Loop | None, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+    threads: ThreadStates, loop: Loop | None, call: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Loop | None:
     """Begin every run whose first member's call this is, outer ones first, and return the loop it belongs to.
 
     Args:
-        sessions: The planned model's sessions.
+        threads: The planned model's state in each thread.
         loop: The loop that the call is made in, paused, or None outside of one.
         call: The call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    session = sessions.here
+    thread = threads.here
     if loop is not None:
         loop.leave_before(call)
         loop = loop if loop.runs else None
-    segment: Segment | None = session.level.runs.get(call)
+    segment: BoundSegment | None = thread.level.runs.get(call)
     while segment is not None:
         loop = loop or Loop()
-        Run(sessions, session, segment, Inputs(args, kwargs)).begin(loop)
-        segment = session.level.runs.get(call)
+        Run(threads, thread, segment, Inputs(args, kwargs)).begin(loop)
+        segment = thread.level.runs.get(call)
     return loop

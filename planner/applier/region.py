@@ -22,8 +22,8 @@ from .internals import (
 )
 from .keeping import Take
 from .packing import Inputs, picture, rebuild_call, refuse_iterators
-from .session import Segment, Session, Sessions
 from .state import State
+from .thread_state import BoundSegment, ThreadState, ThreadStates
 
 _NO_COUNTS: dict[int, int] = {}
 _STOPPED = object()
@@ -38,15 +38,15 @@ class Region:
 
     __slots__ = (
         *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures"),
-        *("_state", "_take", "_told", "_versions", "outer", "segment", "session", "sessions"),
+        *("_state", "_take", "_told", "_versions", "outer", "segment", "thread", "threads"),
     )
 
-    def __init__(self, sessions: Sessions, session: Session, segment: Segment, inputs: Inputs) -> None:
-        self.sessions = sessions
-        # The session of the thread that runs forward; a replay may come in another one.
-        self.session = session
+    def __init__(self, threads: ThreadStates, thread: ThreadState, segment: BoundSegment, inputs: Inputs) -> None:
+        self.threads = threads
+        # The state of the thread that runs forward; a replay may come in another one.
+        self.thread = thread
         self.segment = segment
-        self.outer = session.level
+        self.outer = thread.level
         self._inputs: Inputs | None = inputs
         self._state: State | None = None
         self._held: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ class Region:
 
     def enter(self) -> None:
         """Begin the region; what is saved for backward from here on is had by running `again`."""
-        session, segment, inputs = self.session, self.segment, self._inputs
+        thread, segment, inputs = self.thread, self.segment, self._inputs
         assert inputs is not None
         if checkpoint_debug_is_on() or parametrizations_are_cached():
             _refuse_modes(segment)
@@ -69,12 +69,12 @@ class Region:
         self._versions = versions_of(inputs.tensors)
         self._flags = list(map(_training, segment.modules))
         self._ambient = ambient_settings()
-        self._counts = _NO_COUNTS if session.counts is None or not segment.inside.begins else session.counts.copy()
+        self._counts = _NO_COUNTS if thread.counts is None or not segment.inside.begins else thread.counts.copy()
         self._generator = checkpoint_generator(
             self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
         )
         next(self._generator)
-        session.level = segment.inside
+        thread.level = segment.inside
         if segment.buffers:
             self._held = self._clone([buffers_of(module)[name] for module, name in segment.buffers])
 
@@ -87,7 +87,7 @@ class Region:
         generator, inputs = self._generator, self._inputs
         assert generator is not None
         self._generator = self._inputs = None
-        self.session.level = self.outer
+        self.thread.level = self.outer
         try:
             stopped = next(generator, _STOPPED) is _STOPPED
         finally:
@@ -102,13 +102,13 @@ class Region:
         """Drop the region after an exception: nothing of it is left behind in torch's state."""
         generator = self._generator
         self._generator = self._inputs = None
-        self.session.level = self.outer
+        self.thread.level = self.outer
         if generator is not None:
             generator.close()
 
     def _contexts(self) -> tuple[Any, Any]:
         assert self.segment.save is not None
-        keep, self._take = self.segment.save.contexts(self.sessions)
+        keep, self._take = self.segment.save.contexts(self.threads)
         return keep, self._take
 
     def _check_inputs(self, inputs: Inputs) -> None:
@@ -170,7 +170,7 @@ class Region:
                 _set_flags(self.segment, flags)
 
     def _run_again(self, *tensors: torch.Tensor) -> None:
-        self.sessions.here.replay(self.segment.inside, self._counts, self.again, tensors)
+        self.threads.here.replay(self.segment.inside, self._counts, self.again, tensors)
 
     def _clone(self, values: list[Any]) -> list[torch.Tensor]:
         if any(value is None for value in values):
@@ -179,12 +179,12 @@ class Region:
                 f"segment {self.segment.where}: one of its buffers {names} is None since the plan was applied; call "
                 "remove() before such a change and make the plan again"
             )
-        session = self.sessions.here
-        outer, session.uncounted = session.uncounted, True
+        thread = self.threads.here
+        outer, thread.uncounted = thread.uncounted, True
         try:
             return [value.detach().clone() for value in values]
         finally:
-            session.uncounted = outer
+            thread.uncounted = outer
 
 
 class OneCall(Region):
@@ -198,21 +198,21 @@ class OneCall(Region):
         assert inputs is not None
         self._template = inputs.template
         self._forward = forward
-        session = self.session
-        loop, session.loop = session.loop, None
-        opened = len(session.open)
+        thread = self.thread
+        loop, thread.loop = thread.loop, None
+        opened = len(thread.open)
         try:
             self.enter()
             output = forward(*args, **kwargs)
-            while len(session.open) > opened:
-                session.open[-1].leave()
+            while len(thread.open) > opened:
+                thread.open[-1].leave()
         except BaseException:
-            while len(session.open) > opened:
-                session.open[-1].abandon()
+            while len(thread.open) > opened:
+                thread.open[-1].abandon()
             self.abandon()
             raise
         finally:
-            session.loop = loop
+            thread.loop = loop
         self.leave()
         return output
 
@@ -222,7 +222,7 @@ class OneCall(Region):
         self._forward(*args, **kwargs)
 
 
-def _refuse_modes(segment: Segment) -> None:
+def _refuse_modes(segment: BoundSegment) -> None:
     """Refuse what torch would refuse without a name, or only in backward."""
     if segment.save is not None and checkpoint_debug_is_on():
         raise ApplyError(
@@ -236,6 +236,6 @@ def _refuse_modes(segment: Segment) -> None:
         )
 
 
-def _set_flags(segment: Segment, flags: list[bool]) -> None:
+def _set_flags(segment: BoundSegment, flags: list[bool]) -> None:
     for module, flag in zip(segment.modules, flags, strict=True):
         module.training = flag

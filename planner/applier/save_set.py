@@ -16,7 +16,7 @@ from .internals import OPERATOR_TYPES
 from .keeping import Indices, Keep, Kept, Take
 
 if TYPE_CHECKING:
-    from .session import Sessions
+    from .thread_state import ThreadStates
 
 Names = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -44,11 +44,11 @@ class SaveSet:
         self._runs = 0
         self._told = False
 
-    def contexts(self, sessions: Sessions) -> tuple[Keep, Take]:
+    def contexts(self, threads: ThreadStates) -> tuple[Keep, Take]:
         """Return the forward and the replay context of one region."""
         self._runs += 1
         indices, kept = _indices(self.names), Kept()
-        return Keep(sessions, indices, kept), Take(sessions, indices, kept, _nothing if self._runs == 1 else self._tell)
+        return Keep(threads, indices, kept), Take(threads, indices, kept, _nothing if self._runs == 1 else self._tell)
 
     def _tell(self) -> None:
         """Warn, once, of a replay that could not use what was kept.

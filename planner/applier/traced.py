@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ApplyError
 from .internals import warn_if_eager
 from .save_set import traced_contexts
-from .session import Segment
+from .thread_state import BoundSegment
 
 _RANDOM = frozenset(
     (
@@ -45,7 +45,7 @@ _RANDOM = frozenset(
 class TracedCall:
     """Run a module's forward under one checkpoint."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: BoundSegment) -> None:
         self.segment = segment
         self.draws = segment.watched.reads.mentions(_RANDOM)
         self.options: dict[str, Any] = {"early_stop": segment.early_stop}
@@ -70,7 +70,7 @@ class TracedFirst(TracedCall):
         left: How many members' calls are still to hand the result on.
     """
 
-    def __init__(self, segment: Segment, later: list[nn.Module]) -> None:
+    def __init__(self, segment: BoundSegment, later: list[nn.Module]) -> None:
         super().__init__(segment)
         self.later = later
         self.left = 0

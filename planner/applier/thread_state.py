@@ -31,10 +31,10 @@ class Level:
 
     def __init__(self) -> None:
         self.begins: set[CallKey] = set()
-        self.singles: dict[CallKey, Segment] = {}
-        self.runs: dict[CallKey, Segment] = {}
+        self.singles: dict[CallKey, BoundSegment] = {}
+        self.runs: dict[CallKey, BoundSegment] = {}
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: BoundSegment) -> None:
         """Admit a segment."""
         (self.singles if len(segment.calls) == 1 else self.runs)[segment.calls[0]] = segment
         self.begins.add(segment.calls[0])
@@ -59,7 +59,7 @@ class Level:
             segment.inside.mark(removed=removed)
 
 
-class Segment:
+class BoundSegment:
     """A planned segment with its names resolved to the model's own objects."""
 
     __slots__ = (
@@ -107,8 +107,21 @@ class Segment:
         self.watched = watched
 
 
-class Session:
+class ThreadState:
     """The state of one planned model in one thread.
+
+    It is idle until the outermost planned call with gradients, and again after it, whatever happened inside:
+
+        idle ── outermost call ──> counting ── a single call's region ──> inside it ── its end ──> counting
+         │                            └── a run's first member ──> in a loop <──> in a member ── the last one's end ──┘
+         └── backward unpacks ──> replaying: as counting or, where no segment is inside, with nothing counted
+
+        idle             counts None, level the top's, loop None, open empty, not replaying
+        counting         counts a dictionary; level holds what may begin here; loop None
+        inside a region  level is the segment's `inside`; loop None
+        in a loop        loop records the parent's operators; open ends with the loop's runs
+        in a member      loop None again, and held by the member's call until it returns
+        replaying        level and counts as the region's forward had them; what was there before comes back at its end
 
     Attributes:
         level: Segments that may begin now.
@@ -168,13 +181,13 @@ class Session:
             self.level, self.counts, self.loop, self.replaying = outer
 
 
-class Sessions(threading.local):
-    """The sessions of one planned model: `here` is the running thread's."""
+class ThreadStates(threading.local):
+    """The state of one planned model in each thread: `here` is the running thread's."""
 
     def __init__(self, top: Level) -> None:
         self.top = top
-        self.here = Session(top)
+        self.here = ThreadState(top)
 
-    def __reduce__(self) -> tuple[type[Sessions], tuple[Level]]:
-        # A copy or an unpickled planned model is another model; its sessions start idle.
-        return Sessions, (self.top,)
+    def __reduce__(self) -> tuple[type[ThreadStates], tuple[Level]]:
+        # A copy or an unpickled planned model is another model; its threads' states start idle.
+        return ThreadStates, (self.top,)
