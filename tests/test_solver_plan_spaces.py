@@ -27,7 +27,7 @@ def recorded(name: str) -> Problem:
     """
     model, batch, loss = build(name, scale=0.25)
     found = profile(model, batch, loss=loss, repeats=0, accumulation=True)
-    assert found.times_from.startswith("estimate")
+    assert found.times_from.is_estimate
     operators = tuple(
         replace(operator, forward_ns=operator.forward_ns * (20 if operator.operator.startswith(DEAR) else 1))
         for operator in found.operators
