@@ -6,6 +6,7 @@ import gc
 import hashlib
 import random
 import types
+import weakref
 from collections import deque
 from functools import partial
 
@@ -94,4 +95,9 @@ def differences(before, after):
 
 
 def alive_fakes():
-    return [type(one) for one in gc.get_objects() if issubclass(type(one), FakeTensor)]
+    """Return weak references to the fake tensors that are alive, by identity: the compiler keeps some of its own."""
+    return {id(one): weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), FakeTensor)}
+
+
+def new_fakes(known):
+    return [kept for number, kept in alive_fakes().items() if number not in known or known[number]() is not kept()]
