@@ -35,7 +35,8 @@ class SavedOperator:
 
     `operator` is str() of the OpOverload, like 'aten.addmm.default'. `index` counts the calls of that operator over
     one run of the segment from 0, as torch's selective checkpointing counts: every dispatched call of it, also inside
-    child segments, except the operators it ignores (`SAC_IGNORED_OPS`: detach and metadata reads).
+    child segments, except the operators it ignores (`SAC_IGNORED_OPS`: detach and metadata reads) and casts of weights,
+    of which autocast keeps the results.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

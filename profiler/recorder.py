@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from .counted import is_counted
 from .internals import (
     FakeTensor,
     autograd_sequence,
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
                 private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
                 fills_argument=func.overloadpacket not in _BATCH_NORMS
                 and any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
-                counted=func not in SAC_IGNORED_OPS,
+                counted=is_counted(func, args),
             )
         )
         self._seen.append(

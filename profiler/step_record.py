@@ -44,7 +44,7 @@ class Operator:
         is_view: Its outputs share its inputs' storage.
         private_generator: It was given a generator of its own.
         fills_argument: It writes to an argument other than its first without returning it (RReLU's noise).
-        counted: Selective checkpointing counts it.
+        counted: It counts among the calls that a save set numbers; see `is_counted`.
         in_function: A custom autograd function ran it, or ended with it; a record of what is called does not see those.
         replayed: It runs in backward to compute again what a checkpointed segment dropped.
         forward_of: For a backward operator, the forward operator whose gradient it computes; else -1.

@@ -7,6 +7,9 @@ question, forward notes in order what is called, on which shapes, and how many t
 replay goes through the same notes, and must have come to the same place when it ends. It begins and ends where forward
 did, hence a call too many on either side shifts all that follow against what autograd saves, or leaves one over. Then
 the replay is given up before anyone has seen a result, and runs once more with nothing handed out: exact, but slower.
+
+Casts of weights are left out, of the notes and of the count. Autocast makes them once and keeps them, for as long as
+its outermost context lasts: so they come and go, and one that was handed another call's output would hand it on.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...profiler.counted import is_counted
 from .internals import StopReplay, TorchReplay, detached, tensors_saved_in_forward, versions_of
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ class Keep(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wanted = self._indices.get(func)
-        if wanted is None or self._thread.uncounted:
+        if wanted is None or self._thread.uncounted or not is_counted(func, args):
             return func(*args, **(kwargs or {}))
         calls = self._kept.calls
         calls.append(self._noted(func, args, len(self._saved)))
@@ -146,7 +150,7 @@ class Take(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._off or func not in self._indices or self._thread.uncounted:
+        if self._off or func not in self._indices or self._thread.uncounted or not is_counted(func, args):
             return func(*args, **(kwargs or {}))
         position, calls = self._position, self._kept.calls
         call = self._noted(func, args, self._replay.saved)

@@ -24,7 +24,8 @@ class Names:
         self._replays = Replays(profile)
         self._runs_of = defaultdict[str, list[int]](list)
         for k, operator in enumerate(profile.operators[: profile.loss_stop]):
-            self._runs_of[operator.operator].append(k)
+            if operator.counted:
+                self._runs_of[operator.operator].append(k)
         self._written_buffers = [
             (storage.name, sorted(storage.written_by), sorted(storage.read_by))
             for storage in profile.storages
