@@ -15,9 +15,9 @@ def is_counted(operator: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a call counts among the calls of its operator that a save set numbers.
 
     Not counted are the operators that torch's selective checkpointing ignores, and casts of weights. Autocast keeps
-    those for as long as its outermost context lasts, and makes no more while it has them: such a call comes in a forward
-    and not in its replay, in one forward and not in the next, or the other way round. That autocast makes it cannot be
-    told, for inside it is off.
+    those for as long as its outermost context lasts, and makes no more while it has them: such a call comes in a
+    forward and not in its replay, in one forward and not in the next, or the other way round. That autocast makes it
+    cannot be told, for inside it is off.
     """
     if operator is torch.ops.aten._to_copy.default:
         return not (args[0].is_leaf and args[0].requires_grad)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ...profiler.counted import is_counted
 from ..errors import ApplyError
 from ..plan import SavedOperator
 from .internals import OPERATOR_TYPES
@@ -86,7 +87,7 @@ class _Policy:
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = self._kept.get(operator)
-        if kept is None:
+        if kept is None or not is_counted(operator, args):
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = self._counts[operator]
         self._counts[operator] = index + 1
