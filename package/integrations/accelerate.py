@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from accelerate import Accelerator, DistributedType
-from remat.planner import Applied, PlanError
+from remat.planner import Applied, PlanError, apply
 from remat.planner.applier.apply import applied_to
-from remat.planner.circumstances import autocast_now
 from torch import nn
 
-from .first_batch import FirstPlan, FirstPlanKeywords, apply_as_called
+from .first_batch import FirstPlan, FirstPlanKeywords
 
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 """Ways of training in which every rank has the whole model."""
@@ -50,7 +49,6 @@ def plan_once(
         )
     known: dict[str, Any] = {"accumulation": accelerator.gradient_accumulation_steps > 1}
     folder = Path(accelerator.project_dir) / "remat" if accelerator.project_dir else None
-    called_with = autocast_now(accelerator.device.type)
     with accelerator.autocast():
         made = FirstPlan.of(budget, keywords).make(plain, batch, folder=folder, **known)
-    return apply_as_called(plain, made, called_with)
+    return apply(plain, made)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -153,14 +153,6 @@ def plan_once(model: nn.Module, batch: object, budget: int | str, **keywords: Un
     if applied is None:
         applied = apply(model, FirstPlan.of(budget, keywords).make(model, batch))
     return applied
-
-
-def apply_as_called(model: nn.Module, plan: Plan, autocast: dict[str, str]) -> Applied:
-    """Apply a plan to a model that is called with these settings of autocast, and perhaps enters others itself.
-
-    accelerate puts autocast into a model's forward. What a plan is compared with is what a forward is called with.
-    """
-    return apply(model, replace(plan, circumstances=replace(plan.circumstances, autocast=autocast)))
 
 
 def _refuse_sharded(model: nn.Module) -> None:

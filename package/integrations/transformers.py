@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from remat.planner import Applied, ApplyError, Plan
-from remat.planner.circumstances import autocast_now
+from remat.planner import Applied, ApplyError, Plan, apply
 from remat.profiler import BatchError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .first_batch import FirstPlan, FirstPlanKeywords, apply_as_called
+from .first_batch import FirstPlan, FirstPlanKeywords
 from .first_call import FirstCall
 
 
@@ -63,10 +62,9 @@ class PlanCallback(TrainerCallback):
                 "accumulation": args.gradient_accumulation_steps > 1,
             }
             folder = Path(args.output_dir or ".") / "remat"
-            called_with = autocast_now(args.device.type)
             with _autocast(args):
                 self.plan = self._settings.make(model, batch, folder=folder, **known)
-            self._applied = apply_as_called(model, self.plan, called_with)
+            self._applied = apply(model, self.plan)
 
         self._waiting = FirstCall(model, plan_for)
 
