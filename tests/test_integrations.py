@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from remat.integrations import accelerate as with_accelerate
 from remat.integrations import plan_once
 from remat.integrations.device_budget import device_budget
@@ -23,6 +24,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 # Planning a tiny step; repeats are for times, which nobody looks at here.
 QUICK = {"solver": "dp", "repeats": 1}
+
+
+@pytest.fixture(autouse=True)
+def accelerate_as_at_first():
+    """Have accelerate forget the precision of an earlier test, which it keeps for the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
