@@ -1,5 +1,9 @@
 """Plan where to checkpoint, apply it to a model, verify it."""
 
+# First: it refuses a torch whose private parts are not those that the applier needs.
+from ..profiler.torch_version import TorchVersionError
+
+# isort: split
 from .applier.apply import Applied, apply
 from .budget import BudgetError
 from .compare import Comparison, compare
@@ -25,6 +29,7 @@ __all__ = [
     "Planner",
     "ReplayStateError",
     "StepOptions",
+    "TorchVersionError",
     "Verification",
     "apply",
     "compare",

@@ -1,5 +1,9 @@
 """Profile a training step: the bytes each operator saves for backward, and what each costs."""
 
+from .torch_version import TorchVersionError
+
+# isort: split
+# After the version, what needs it.
 from .dry_run import DryRunError
 from .profiling import Session, open_session, profile
 from .records import Profile, ProfileFileError
@@ -13,6 +17,7 @@ __all__ = [
     "Profile",
     "ProfileFileError",
     "Session",
+    "TorchVersionError",
     "open_session",
     "profile",
 ]
