@@ -7,8 +7,10 @@ from ..profiler.torch_version import TorchVersionError
 from .applier.apply import Applied, apply
 from .budget import BudgetError
 from .compare import Comparison, compare
+from .differences import Differences
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
 from .finding.planning import Planner, plan
+from .finding.pricing import price
 from .largest_batch import BatchSearch, largest_batch
 from .options import StepOptions
 from .pictures.drawing import draw
@@ -21,6 +23,7 @@ __all__ = [
     "BatchSearch",
     "BudgetError",
     "Comparison",
+    "Differences",
     "InfeasibleBudgetError",
     "Plan",
     "PlanError",
@@ -36,5 +39,6 @@ __all__ = [
     "draw",
     "largest_batch",
     "plan",
+    "price",
     "verify",
 ]

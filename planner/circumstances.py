@@ -27,6 +27,8 @@ class Circumstances:
         whole_step_bytes: What the unmodified step of the whole model allocates above its entry; what one process needs
             to run it.
         headroom: Share of the budget that was kept free.
+        exclude: Patterns of modules that segments were not to hold.
+        only: Patterns of modules that segments were to be made of; empty for all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -40,6 +42,8 @@ class Circumstances:
     library_bytes: Count = 0
     whole_step_bytes: Count | None = None
     headroom: float = 0.0
+    exclude: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @property
     def precision(self) -> str:

@@ -68,18 +68,22 @@ class Fingerprint:
             PlanMismatchError: Something differs; the message lists the first few names of each kind, with counts.
         """
         other = Fingerprint.of(model)
-        differences = (
-            []
-            if self.model_class == other.model_class
-            else [f"class {other.model_class} instead of {self.model_class}"]
-        )
-        differences += _differences("parameter", self.parameters, other.parameters)
-        differences += _differences("buffer", self.buffers, other.buffers)
-        differences += _differences("module", self.modules, other.modules)
+        differences = self.differences(other)
         if differences:
             raise PlanMismatchError(
                 f"the plan was made for another model: {'; '.join(differences)}. {_advice(self, other)}"
             )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Say in what another model differs from this one, a line for each kind; the order of calls is left out."""
+        found = (
+            []
+            if self.model_class == other.model_class
+            else [f"class {other.model_class} instead of {self.model_class}"]
+        )
+        found += _differences("parameter", self.parameters, other.parameters)
+        found += _differences("buffer", self.buffers, other.buffers)
+        return found + _differences("module", self.modules, other.modules)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import BatchError
+from ..profiler.optimizer import optimizer_named
 from ..profiler.repeatable import Repeatable
 from ..profiler.step import Loss
 from .errors import PlanError
@@ -26,6 +27,8 @@ class StepKeywords(TypedDict, total=False):
     save_sets: bool
     cross_operators: bool
     repeatable_hooks: bool | Iterable[object]
+    exclude: Iterable[str]
+    only: Iterable[str]
     units: Iterable[nn.Module]
     ranks: int
     repeats: int
@@ -50,6 +53,10 @@ class StepOptions:
             as it does those of modules inside a segment: hooks that only compute, from what they are given and from
             weights, and keep nothing. A module with another hook is left inside no segment. torch's own that make a
             weight anew (weight_norm, spectral_norm, pruning) are known and need not be named.
+        exclude: Paths of modules that no segment holds a call of, or patterns: in "h.*.attn" `*` stands for anything
+            but a dot, in "h.0-3,7" there are numbers. A pattern names a module and all that is in it.
+        only: The same of modules that segments are made of, and no others: what their container computes between them
+            may be in a segment as well.
         units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
             there only during their own calls, so a segment holds such a call whole or lies within it.
         ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
@@ -66,6 +73,8 @@ class StepOptions:
     save_sets: bool = True
     cross_operators: bool = True
     repeatable_hooks: Repeatable = False
+    exclude: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     units: tuple[nn.Module, ...] = ()
     ranks: int = 1
     repeats: int = 3
@@ -76,7 +85,7 @@ class StepOptions:
 
         Raises:
             TypeError: There is no such option.
-            BatchError: `units`, `ranks` or `repeatable_hooks` cannot be used.
+            BatchError: `optimizer`, `exclude`, `only`, `units`, `ranks` or `repeatable_hooks` cannot be used.
         """
         known = [field.name for field in fields(cls)]
         for name in keywords:
@@ -97,7 +106,11 @@ class StepOptions:
                 "pass [hook], say"
             )
         kept = hooks if isinstance(hooks, bool) else tuple(hooks)
-        given: dict[str, Any] = {**keywords, "units": tuple(units), "repeatable_hooks": kept}
+        optimizer = keywords.get("optimizer")
+        if isinstance(optimizer, str):
+            optimizer_named(optimizer)
+        patterns = {name: _patterns(name, keywords.get(name, ())) for name in ("exclude", "only")}
+        given: dict[str, Any] = {**keywords, **patterns, "units": tuple(units), "repeatable_hooks": kept}
         return cls(**given)
 
     @property
@@ -137,6 +150,17 @@ class StepOptions:
     def items(self) -> list[tuple[str, Any]]:
         """Return the options with their names."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise BatchError(
+                f"{name} must be paths of modules, or patterns for them, got {type(pattern).__name__}: pass "
+                '["h.*.attn"], say'
+            )
+    return tuple(pattern for pattern in patterns if isinstance(pattern, str))
 
 
 def _check_ranks(ranks: object) -> None:

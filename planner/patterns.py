@@ -53,6 +53,12 @@ def written_alone(segment: PlannedSegment) -> Entry:
     return {"calls": str(segment), "inside": inside} if inside else str(segment)
 
 
+def groups_of(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | None) -> list[Group]:
+    """Return segments as `grouped` writes them; each alone, for people only, where that could not be read back."""
+    groups = grouped(segments, fingerprint)
+    return groups if groups is not None else [Group(written_alone(segment), (segment,)) for segment in segments]
+
+
 def grouped(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | None) -> list[Group] | None:
     """Write segments, those that are alike together; None where they could not be read back as they are."""
     order = _Order(fingerprint)

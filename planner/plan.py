@@ -18,9 +18,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .budget import format_bytes
 from .circumstances import Circumstances, Count
+from .differences import Differences, differences
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .patterns import Entry, Group, grouped, line_of, read, written_alone
+from .patterns import Entry, Group, grouped, groups_of, line_of, read
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
@@ -196,10 +197,11 @@ class Plan:
 
     def groups(self) -> list[Group]:
         """Return the segments as they are written: those that differ in one number of their paths together."""
-        groups = grouped(self.segments, self.fingerprint)
-        return (
-            groups if groups is not None else [Group(written_alone(segment), (segment,)) for segment in self.segments]
-        )
+        return groups_of(self.segments, self.fingerprint)
+
+    def differences(self, other: Plan) -> Differences:
+        """Return in what another plan differs: segments by pattern, promises, circumstances, the model."""
+        return differences(self, other)
 
     def describe(self) -> str:
         """Return the plan as a few lines of text: promises first, then the segments by pattern."""

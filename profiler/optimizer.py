@@ -55,6 +55,18 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
     return on_fakes(step, measure)
 
 
+def optimizer_named(name: str) -> type[Optimizer]:
+    """Return the class that a name from `NAMES` stands for.
+
+    Raises:
+        BatchError: There is no such name.
+    """
+    found = NAMES.get(name.lower())
+    if found is None:
+        raise BatchError(f"unknown optimizer {name!r}: pass an instance or one of {', '.join(NAMES)}")
+    return found
+
+
 def unwrapped(optimizer: object) -> Optimizer:
     """Return the optimizer itself, out of the wrappers around it.
 
@@ -115,9 +127,7 @@ def _twin(
         {**settings, "params": [fakes[number] for number in numbers]} for settings, numbers in groups
     ]
     if isinstance(optimizer, str):
-        named: Any = NAMES.get(optimizer.lower())
-        if named is None:
-            raise BatchError(f"unknown optimizer {optimizer!r}: pass an instance or one of {', '.join(NAMES)}")
+        named: Any = optimizer_named(optimizer)
         return named(parameters, **({"lr": 1e-3, "momentum": 0.9} if named is torch.optim.SGD else {"lr": 1e-3}))
     inner = unwrapped(optimizer)
     kind: Any = type(inner)

@@ -102,6 +102,8 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             step.train()
         present = _clear_gradients(trained, accumulation)
         place = device_of(device)
+        # Inside a caller's autocast an earlier run's casts are still there, and would be freed while it is measured.
+        torch.clear_autocast_cache()
         place.release_cached()
         before = place.allocated_bytes()
         peak = allocated_peak_bytes(lambda: ran.append(step.train()), device)

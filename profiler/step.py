@@ -110,6 +110,8 @@ class Step:
                 del output
             if before_backward is not None:
                 before_backward()
+            # A loop leaves autocast before backward, and with it what autocast keeps of its casts.
+            torch.clear_autocast_cache()
             loss.backward()
         return loss
 

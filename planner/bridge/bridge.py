@@ -13,8 +13,10 @@ from .calls import CallIndex
 from .candidates import candidates_of
 from .hazards import Hazards, Refusal, RefusedCalls
 from .memory import StageTimes, stages_of, tensors_of
+from .named import NamedSegments
 from .names import Names
 from .save_rules import savable
+from .scope import EVERYWHERE, Scope
 
 
 class Bridge:
@@ -28,9 +30,12 @@ class Bridge:
         cross_operators: Offer segments across a container's own operators (not possible under torch.compile).
         save_sets: Offer operators whose outputs a segment may keep.
         units: Paths of modules whose calls a segment holds whole, or lies within.
+        scope: Modules that segments may hold calls of.
+        named: Segments that were named by hand: they alone are offered, each as it stands, however little it frees.
 
     Attributes:
         profile: The recorded step.
+        scope: Modules that segments may hold calls of.
         bounds: The first operator of each stage, and one past the last of all.
         stages: The stages as solvers see them.
         tensors: What plans can keep or free.
@@ -47,10 +52,13 @@ class Bridge:
         cross_operators: bool = True,
         save_sets: bool = True,
         units: Iterable[str] = (),
+        scope: Scope = EVERYWHERE,
+        named: NamedSegments | None = None,
     ) -> None:
         self.profile = profile
+        self.scope = scope
         stages, calls = StageTimes(profile), CallIndex(profile)
-        kept = savable(profile) if save_sets else []
+        kept = named.kept if named is not None else savable(profile) if save_sets else []
         self.bounds = stages.bounds
         self.tensors, tensor_of = tensors_of(profile, stages, kept)
         self.operators = tuple(
@@ -63,7 +71,7 @@ class Bridge:
         )
         self.stages = stages_of(profile, stages, self.tensors)
         self._calls = calls
-        self._hazards = Hazards(profile, calls, frozenset(units))
+        self._hazards = Hazards(profile, calls, frozenset(units), scope)
         self._names = Names(profile, stages, calls, kept)
         self.candidates: tuple[Candidate, ...] = candidates_of(
             profile,
@@ -75,6 +83,7 @@ class Bridge:
             kept,
             host,
             cross_operators=cross_operators,
+            named=named,
         )
         self.refused: tuple[RefusedCalls, ...] = ()
 

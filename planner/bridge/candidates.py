@@ -11,9 +11,11 @@ import numpy as np
 from ...profiler.host import HostCosts
 from ...profiler.records import Profile
 from ...solvers.problem import Candidate, Operator, Tensor
+from ..errors import PlanError
 from .calls import CallIndex
 from .hazards import Hazards
 from .memory import StageTimes
+from .named import NamedSegments
 
 WORTHWHILE = 1e-3
 """A candidate that frees less than this share of the saved bytes is not offered."""
@@ -33,9 +35,15 @@ def candidates_of(
     host: HostCosts,
     *,
     cross_operators: bool,
+    named: NamedSegments | None = None,
 ) -> tuple[Candidate, ...]:
-    """List the intervals that begin and end at module calls, can be replayed, and free enough to be worth it."""
-    return _Candidates(profile, stages, calls, hazards, tensors, operators, savable, host, cross_operators).all()
+    """List the intervals that begin and end at module calls, can be replayed, and free enough to be worth it.
+
+    Raises:
+        PlanError: One of those that were named by hand cannot be replayed.
+    """
+    found = _Candidates(profile, stages, calls, hazards, tensors, operators, savable, host, cross_operators)
+    return found.all() if named is None else tuple(found.named(*interval) for interval in named.intervals())
 
 
 class Replays:
@@ -115,6 +123,30 @@ class _Candidates:
                 if self._can_be_replayed(first, end):
                     found.append(self._candidate(start, stop, is_block=is_block))
         return tuple(found)
+
+    def named(self, name: str, start: int, stop: int) -> Candidate:
+        """Return an interval that was named by hand.
+
+        Raises:
+            PlanError: It cannot be replayed.
+        """
+        first, end = self.stages.bounds[start], self.stages.bounds[stop]
+        if not self._can_be_replayed(first, end):
+            inside = {
+                self.profile.calls[k].module for k in range(len(self.profile.calls)) if self._is_in(k, first, end)
+            }
+            reasons = [f"{r.module} {r.reason}" for r in self.hazards.refusals() if r.module in inside]
+            because = (
+                reasons[0]
+                if reasons
+                else ("it changes what it was given, reads what is changed later, or cuts a unit in two")
+            )
+            raise PlanError(f"{name}: it cannot be replayed exactly: {because}; take it out, or narrow it")
+        return self._candidate(start, stop, is_block=False)
+
+    def _is_in(self, index: int, first: int, end: int) -> bool:
+        call = self.profile.calls[index]
+        return first <= call.start and call.stop <= end
 
     def _can_be_replayed(self, first: int, end: int) -> bool:
         if not self.hazards.allow(first, end):

@@ -16,6 +16,7 @@ import numpy as np
 from ...profiler.records import Profile
 from ...profiler.step_record import Storage
 from .calls import CallIndex
+from .scope import EVERYWHERE, Scope
 
 HOOKED = "carries forward hooks, which the replay of a segment around it would run again"
 
@@ -49,12 +50,14 @@ class RefusedCalls:
 class Hazards:
     """Say of intervals of operators whether they can be replayed."""
 
-    def __init__(self, profile: Profile, calls: CallIndex, units: frozenset[str]) -> None:
+    def __init__(self, profile: Profile, calls: CallIndex, units: frozenset[str], scope: Scope = EVERYWHERE) -> None:
         self.profile = profile
         self.calls = calls
+        self._scope = scope
         made = [call for call in profile.calls if call.stop > call.start]
         self._unreplayable = _Spans((c.start, c.stop) for c in made if c.findings)
         self._hooked = [(c.start, c.stop) for c in made if c.hooked]
+        self._excluded = _Spans((c.start, c.stop) for c in made if scope.excludes(c.module))
         self._units = [(c.start, c.stop) for c in made if c.module in units]
         self._several_calls = any(call.index != 0 for call in profile.calls)
         self._called = {call.module for call in profile.calls}
@@ -97,7 +100,8 @@ class Hazards:
     def allow(self, first: int, end: int) -> bool:
         """Say whether none of the hazards below forbids a replay of the operators [first, end)."""
         return not (
-            self._holds_what_changes_itself(first, end)
+            self._excluded.any_inside(first, end)
+            or self._holds_what_changes_itself(first, end)
             or self._holds_what_cannot_be_repeated(first, end)
             or self._holds_hooked_call(first, end)
             or self._cuts_unit(first, end)
@@ -108,7 +112,8 @@ class Hazards:
     def allow_members(self, members: list[int], first: int, end: int) -> bool:
         """Say whether the calls of [first, end) can be made again, and what ran between them can be repeated."""
         return not (
-            self._members_overlap(members)
+            self._is_out_of_scope(members)
+            or self._members_overlap(members)
             or self._outlasts_its_loop(members)
             or self._changes_between(members, first, end)
             or self._runs_a_function_between(members, first, end)
@@ -172,6 +177,10 @@ class Hazards:
         """An input that something behind the interval changes in place: a replay would read the changed values."""
         born, written = self._overwritten_reads.within(first, end)
         return bool(((born < first) & (written >= end)).any())
+
+    def _is_out_of_scope(self, members: list[int]) -> bool:
+        """A member that the user did not name where only some modules were asked for."""
+        return not all(self._scope.admits(self.profile.calls[member].module) for member in members)
 
     def _members_overlap(self, members: list[int]) -> bool:
         """One member is part of another: a looped module, and a piece of a later call of it."""

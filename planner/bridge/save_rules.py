@@ -44,6 +44,11 @@ RULES: tuple[Callable[[Profile, Operator], bool], ...] = (
 )
 
 
+def may_be_kept(profile: Profile, operator: Operator) -> bool:
+    """Say whether a save set may name an operator, however little that saves."""
+    return all(rule(profile, operator) for rule in RULES if rule is not _is_worth_it)
+
+
 def savable(profile: Profile) -> list[int]:
     """Return the operators of the forward that all rules let a save set name.
 

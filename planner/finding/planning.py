@@ -18,6 +18,7 @@ from ...solvers import SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
 from ..bridge.hazards import Refusal, RefusedCalls
+from ..bridge.scope import Scope
 from ..budget import BudgetError, check_share, format_bytes, parse_budget
 from ..circumstances import Circumstances, autocast_now, device_words
 from ..errors import InfeasibleBudgetError, PlanError
@@ -172,6 +173,8 @@ class Planner:
             repeatable_hooks=options.repeatable_hooks,
         )
         paths = options.unit_paths(model)
+        scope = Scope(exclude=options.exclude, only=options.only)
+        scope.check(model)
         sharding = None
         if ranks > 1:
             sharding = Sharding.of(model, paths, ranks, accumulation=options.accumulation, round_to=session.round_to)
@@ -198,6 +201,7 @@ class Planner:
             cross_operators=options.cross_operators,
             save_sets=options.save_sets,
             units=paths,
+            scope=scope,
         )
         search = Search(recorded, whole, bridge, session, sharding)
         return Planner(search, Trials(session.reference), options, paths, autocast_now(session.device.type))
@@ -269,7 +273,7 @@ class Planner:
         if isinstance(found, DryRunFailedError):
             raise found.cause
         if found.peak_bytes <= limit:
-            return planner._plan_of(found, asked, headroom)
+            return planner.plan_of(found, asked, headroom)
         raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
 
     def _found(
@@ -370,7 +374,8 @@ class Planner:
         bridge = self.bridge.without(RefusedCalls(calls=calls, refusal=refusal))
         return replace(self, search=replace(self.search, bridge=bridge))
 
-    def _plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
+    def plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
+        """Return a trial as a plan, with all that was promised about it and the circumstances it holds for."""
         recorded, solution = self.profile, trial.solution
         step_ns = max(1, recorded.step_ns)
         model = self.session.step.model
@@ -409,6 +414,8 @@ class Planner:
                 library_bytes=recorded.library_bytes,
                 whole_step_bytes=self._whole_step_bytes(),
                 headroom=headroom,
+                exclude=self.options.exclude,
+                only=self.options.only,
             ),
             bytes_from="measured",
             times_from="estimated" if is_estimate else "measured",
@@ -423,6 +430,7 @@ class Planner:
                         reserved,
                         *recorded.notes,
                         self._held_output(),
+                        *self.bridge.scope.notes(),
                         solution.note,
                         self.trials.unchecked,
                         *refusals,
@@ -443,14 +451,14 @@ class Planner:
         return [f"{_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
 
     def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float, kind: str) -> InfeasibleBudgetError:
-        plan = self._plan_of(least, least.peak_bytes, 0.0)
+        plan = self.plan_of(least, least.peak_bytes, 0.0)
         reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
         holders = explain_peak(least.recording, self.profile, least.peak_bytes)
         each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         refused = self._refusals()
         because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
-        held = self._held_output()
-        because += f" {held[0].upper()}{held[1:]}." if held else ""
+        remarks = [words for words in (*self.bridge.scope.notes(), self._held_output()) if words]
+        because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
         return InfeasibleBudgetError(
             f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest peak found is "
             f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "

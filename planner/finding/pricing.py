@@ -1,0 +1,111 @@
+"""`price`: what a plan costs that was edited by hand. Its peak is a dry run's, its added time the simulator's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
+
+from torch import nn
+
+from ...profiler.allocator import collected
+from ...profiler.host import host_costs
+from ...solvers.solution import make_solution
+from ..applier.apply import check_subject, unplanned
+from ..bridge.bridge import Bridge
+from ..bridge.named import NamedSegments
+from ..errors import PlanError
+from ..options import StepKeywords
+from ..plan import Plan
+from .planning import Planner, silent
+from .search import DryRunFailedError
+
+if TYPE_CHECKING:
+    from ...solvers import Segment, Solution
+
+SOLVER, STATUS = "edited", "priced"
+"""What a priced plan has for its solver and status."""
+_NOTE = "the replays were not compared with the unmodified step, which `verify` does"
+
+
+@collected()
+def price(
+    model: nn.Module,
+    batch: object,
+    plan: Plan,
+    *,
+    planner: Planner | None = None,
+    progress: Callable[[str], None] | None = None,
+    **step: Unpack[StepKeywords],
+) -> Plan:
+    """Return a plan with its figures worked out anew; nothing is searched, and nothing is applied.
+
+    For plans that were edited by hand: what goes with a segment by its place (buffers to restore, whether a replay runs
+    to its end) is filled in as well. The peak may be over the plan's budget, which stays what it was.
+
+    Args:
+        model: The model, as for `plan`, under the autocast that is trained with.
+        batch: As for `plan`.
+        plan: The plan; its segments count, and how its step is run.
+        planner: What `Planner.of` returned for this step, to price several plans from one profile.
+        progress: Called with a few words before each phase.
+        step: As for `plan`; what is left out is as in the plan: optimizer, accumulation, holds_output, units, ranks.
+
+    Raises:
+        PlanMismatchError: The plan is for another model.
+        PlanError: A segment is not of this step, cannot be replayed, or does not go together with another; or `planner`
+            was made for another step.
+        BatchError: The batch cannot be used.
+    """
+    check_subject(model, plan)
+    plan.check(model)
+    if planner is None:
+        planner = Planner.of(model, batch, progress=progress, **{**_step_of(plan, model), **step})
+    else:
+        planner.check_given(model, batch, step)
+    say = progress or silent
+    named = NamedSegments(planner.profile, plan.segments)
+    costs = host_costs(planner.session.device)
+    bridge = Bridge(named.profile, costs, units=planner.units, scope=planner.bridge.scope, named=named)
+    search = replace(planner.search, bridge=bridge)
+    solution = _solution(bridge, named.segments())
+    say(f"dry run of {solution.count_segments()} segments")
+    with unplanned(model), planner.session.step.guard.undisturbed():
+        try:
+            trial = search.trial(solution)
+        except DryRunFailedError as failed:
+            raise failed.cause from None
+    priced = replace(planner, search=search).plan_of(trial, trial.peak_bytes, plan.circumstances.headroom)
+    notes = tuple(dict.fromkeys([*priced.notes, _NOTE]))
+    return replace(
+        priced,
+        budget_bytes=plan.budget_bytes,
+        lower_bound_overhead=None,
+        gap=None,
+        solver=SOLVER,
+        status=STATUS,
+        notes=notes,
+    )
+
+
+def _step_of(plan: Plan, model: nn.Module) -> StepKeywords:
+    known = plan.circumstances
+    return {
+        "optimizer": known.optimizer or None,
+        "accumulation": known.accumulation,
+        "holds_output": known.holds_output,
+        "exclude": known.exclude,
+        "only": known.only,
+        "units": [model.get_submodule(path) for path in plan.units],
+        "ranks": plan.ranks,
+    }
+
+
+def _solution(bridge: Bridge, segments: tuple[Segment, ...]) -> Solution:
+    try:
+        return make_solution(bridge.problem(1), segments, solver=SOLVER, started_ns=time.perf_counter_ns())
+    except ValueError as error:
+        raise PlanError(
+            f"the plan's segments do not go together (in stages of this step: {error}); take one of them out"
+        ) from None
