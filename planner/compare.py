@@ -15,6 +15,7 @@ from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
 from .options import StepKeywords
+from .phases import Phase
 from .pictures.tables import html_table
 from .plan import Plan, percent_range
 from .verify import verify
@@ -256,9 +257,11 @@ def compare(
     else:
         planner.check_given(model, batch, step)
     run = _Run(planner, {"time_limit_s": time_limit_s, "gap": gap, "progress": progress})
-    for budget in budgets:
-        for solver in solvers:
-            run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
+    asked = [(solver, budget) for budget in budgets for solver in solvers]
+    for done, (solver, budget) in enumerate(asked):
+        if progress is not None:
+            progress(Phase(f"{solver} at {budget}", done, len(asked)))
+        run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
     if measure:
         run.measure(model, batch, planner.options.loss)
     return run.comparison()
@@ -305,8 +308,11 @@ class _Run:
             self.least[solver] = plan
 
     def measure(self, model: nn.Module, batch: object, loss: Loss | None) -> None:
-        for (solver, budget_bytes), plan in self.plans.items():
-            found = verify(model, batch, plan, loss=loss, repeats=2, progress=self.options["progress"])
+        progress = self.options["progress"]
+        for done, ((solver, budget_bytes), plan) in enumerate(self.plans.items()):
+            if progress is not None:
+                progress(Phase(f"measuring {solver} at {format_bytes(budget_bytes)}", done, len(self.plans)))
+            found = verify(model, batch, plan, loss=loss, repeats=2, progress=progress)
             self.rows[solver, budget_bytes] |= {
                 "measured_peak_bytes": found.measured_peak_bytes if found.ranks == 1 else None,
                 "measured_overhead": found.measured_overhead,

@@ -2,12 +2,20 @@
 
 import json
 import re
+import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from remat.planner import Plan
-from remat.planner.show.cli import main
+from remat.command_line.app import main
+from remat.command_line.commands import COMMANDS
+from remat.command_line.failures import MEANINGS
+from remat.command_line.options import Output, Step
+from remat.command_line.terminal import Terminal
+from remat.planner import Plan, StepOptions
+from remat.planner.phases import Phase
+from torch import nn
 
 FACTORIES = """
 import torch
@@ -35,6 +43,12 @@ def wrong_count():
 
 def wrong_model():
     return "model", torch.randn(2)
+
+def wrong_shape():
+    return build()[0], torch.randn(256, 31)
+
+def by_size():
+    return build()[0], lambda size: torch.randn(size, 32)
 
 def wrong_batch():
     return build()[0], "batch"
@@ -130,49 +144,170 @@ def test_compare_writes_a_table_and_a_picture(remat):
     assert Path("c.png").read_bytes().startswith(b"\x89PNG")
 
 
+PLAN = ["plan", "factories.py:build", "--budget"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--budget", "60%"], "Missing option '--model'"),
-        (["plan", "--model", "factories.py", "--budget", "60%"], "expected FILE.py:FACTORY"),
-        (["plan", "--model", "nowhere.py:build", "--budget", "60%"], "there is no file nowhere.py"),
-        (["plan", "--model", "nowhere:build", "--budget", "60%"], "there is no module 'nowhere'"),
-        (["plan", "--model", "factories.py:made", "--budget", "60%"], "made is not there in factories.py"),
-        (["plan", "--model", "factories.py:number", "--budget", "60%"], "number is not callable"),
-        (["plan", "--model", "factories.py:failing", "--budget", "60%"], "raises KeyError: 'no such checkpoint' (line"),
-        (["plan", "--model", "factories.py:wrong_count", "--budget", "60%"], "(model, batch, loss), got Sequential"),
-        (["plan", "--model", "factories.py:wrong_model", "--budget", "60%"], "the model is a str"),
-        (["plan", "--model", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
-        (["plan", "--model", "factories.py:build", "--budget", "plenty"], "cannot read the budget 'plenty'"),
-        (["plan", "--model", "factories.py:build", "--budget", "1KB"], "the smallest peak found is"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--solver", "x"], "unknown solver 'x'"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--headroom", "2"], "headroom must be a share"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--out", "no/p.json"], "there is no folder no"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--device", "tpu"], "Invalid value"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--units", "h.*"], "no module has such a path"),
-        (["plan", "--model", "factories.py:build", "--budget", "60%", "--ranks", "0"], "Invalid value"),
-        (["verify", "--model", "factories.py:build", "--plan", "none.json"], "none.json: cannot read the plan file"),
-        (["paint"], "No such command 'paint'"),
+        (["plan", "nowhere:build", "--budget", "60%"], "there is no module 'nowhere'"),
+        (["plan", "factories.py:made", "--budget", "60%"], "made is not there in factories.py"),
+        (["plan", "factories.py:number", "--budget", "60%"], "number is not callable"),
+        (["plan", "factories.py:failing", "--budget", "60%"], "raises KeyError: 'no such checkpoint' (line"),
+        (["plan", "factories.py:wrong_count", "--budget", "60%"], "(model, batch, loss), got Sequential"),
+        (["plan", "factories.py:wrong_model", "--budget", "60%"], "the model is a str"),
+        (["plan", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
+        (["plan", "factories.py:wrong_shape", "--budget", "60%"], "RuntimeError in 0.up (Linear): mat1 and mat2"),
+        ([*PLAN, "60%", "--optimizer", "adan"], "unknown optimizer 'adan'"),
+        ([*PLAN, "60%", "--units", "h.*"], "--units 'h.*': no module has such a path"),
+        ([*PLAN, "60%", "--exclude", "h.*"], "exclude 'h.*': no module of the model has such a path"),
+        (["largest-batch", "factories.py:build", "--budget", "1MiB"], "the factory returns one batch"),
     ],
 )
 def test_a_mistake_is_one_line_on_standard_error(remat, arguments, words):
-    code, _, err = remat(*arguments)
+    code, out, err = remat(*arguments)
     mistakes = [line for line in err.splitlines() if not re.match(r"\[\d+ s\] ", line)]
-    assert code == 2
+    assert (code, out) == (2, "")
     assert len(mistakes) == 1
     assert mistakes[0].startswith("remat: ")
     assert words in mistakes[0]
 
 
+TYPED = {
+    "--version": "",
+    "--help": "",
+    "plan --help": "",
+    "paint": "No such command 'paint'",
+    "plan factories.py:build": "Missing option '--budget'",
+    "plan --budget 60%": "missing; pass one, such as train.py:build",
+    "plan a.py:b --model a.py:b --budget 60%": "given twice",
+    "plan factories.py --budget 60%": "expected FILE.py:FACTORY",
+    "plan nowhere.py:build --budget 60%": "there is no file nowhere.py",
+    "plan factories.py:build --budget plenty": "cannot read the budget 'plenty'",
+    "plan factories.py:build --budget 60": "the budget '60' has no unit",
+    "plan factories.py:build --budget 60% --solver x": "unknown solver 'x'",
+    "plan factories.py:build --budget 60% --solver dp_nestd": "did you mean dp_nested?",
+    "plan factories.py:build --budget 60% --headroom 2": "headroom must be a share",
+    "plan factories.py:build --budget 60% --out no/p.json": "there is no folder no",
+    "plan factories.py:build --budget 60% --device tpu": "Invalid value",
+    "plan factories.py:build --budget 60% --autocast fp8": "Invalid value",
+    "plan factories.py:build --budget 60% --ranks 0": "Invalid value",
+    "plan factories.py:build --budget 60% --exlude 0": "No such option",
+    "plan factories.py:build --budget 60% -q -v": "pass one of them",
+    "compare factories.py:build --picture front.tga": "the name must end with one of",
+    "verify factories.py:build --plan none.json": "none.json: cannot read the plan file",
+    "diff none.json none.json": "none.json: cannot read the plan file",
+    "largest-batch factories.py:build --budget 1MiB --sizes 8,x": "expected batch sizes",
+}
+
+
+def test_what_was_typed_wrong_is_found_before_torch_is_imported(tmp_path):
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    code = """
+import contextlib, io, json, shlex, sys
+from remat.command_line.app import main
+told = {}
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["remat", *shlex.split(line)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as stopped:
+            told[line] = int(stopped.code), err.getvalue(), "torch" in sys.modules
+print(json.dumps(told))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(TYPED))], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [line for line, (_, _, torch) in told.items() if torch] == []
+    for line, words in TYPED.items():
+        code, err, _ = told[line]
+        assert code == (2 if words else 0), line
+        assert words in err
+
+
+def test_an_infeasible_budget_has_its_own_exit_code_and_is_told_as_json(remat):
+    code, out, err = remat("plan", "factories.py:build", "--budget", "1KB", "--json", "--repeats", "0")
+    assert code == 3
+    assert "the smallest peak found is" in err
+    told = json.loads(out)["error"]
+    assert (told["kind"], told["code"]) == ("infeasible", 3)
+    assert told["least_peak_bytes"] > 1000
+
+
+def test_an_error_of_our_own_has_its_own_exit_code_and_says_where(remat, monkeypatch):
+    import remat.planner.finding.planning as planning
+
+    monkeypatch.setattr(planning, "check_effort", lambda *_: 1 / 0)
+    code, _, err = remat(*PLAN, "60%", "--repeats", "0")
+    assert code == 70
+    assert "internal error: ZeroDivisionError" in err
+    assert "Traceback" not in err
+    assert "Traceback" in remat(*PLAN, "60%", "--repeats", "0", "--verbose")[2]
+
+
+def test_the_whole_way_as_json_where_each_output_is_data(remat):
+    code, out, err = remat(*PLAN, "70%", "--solver", "dp", "--json", "--autocast", "bf16", "--repeats", "0")
+    assert code == 0, err
+    plan = Plan.from_json(out)
+    assert plan.circumstances.autocast == {"cpu": "bfloat16"}
+    Path("plan.json").write_text(out)
+    code, out, err = remat("verify", "factories.py:build", "--plan", "plan.json", "--repeats", "0", "--json")
+    told = json.loads(out)
+    assert code == 0, err
+    assert told["exact"]
+    # Under the plan's own autocast: without it the step would take more.
+    assert told["measured_peak_bytes"] <= plan.budget_bytes
+    code, out, _ = remat("profile", "factories.py:build", "--json", "--quiet", "--repeats", "0")
+    assert sum(json.loads(out)["parts"].values()) == json.loads(out)["peak_bytes"]
+
+
+def test_an_edited_plan_is_priced_and_differs_from_what_it_was(remat):
+    asked = [*PLAN, "70%", "--solver", "dp", "--repeats", "0", "--quiet"]
+    assert remat(*asked, "--out", "plan.json") == (0, "", "")
+    content = json.loads(Path("plan.json").read_text())
+    content["segments"] = ["*: act"]
+    Path("edited.json").write_text(json.dumps(content))
+    priced = ["price", "factories.py:build", "--plan", "edited.json", "--repeats", "0"]
+    code, out, err = remat(*priced, "--out", "priced.json")
+    assert code == 0, err
+    assert "edited plan (priced)" in out
+    code, out, _ = remat("diff", "plan.json", "priced.json", "--json")
+    assert code == 1
+    assert json.loads(out)["only_second"] == ["*: act"]
+    assert remat("diff", "plan.json", "plan.json")[:2] == (0, "no difference\n")
+    content["budget_bytes"] = 1000
+    Path("edited.json").write_text(json.dumps(content))
+    assert remat(*priced)[0] == 1
+
+
 def test_a_plan_for_another_model_is_refused(remat):
-    assert remat("plan", "--model", "factories.py:build", "--budget", "90%", "--out", "plan.json")[0] == 0
+    assert remat(*PLAN, "90%", "--repeats", "0", "--out", "plan.json")[0] == 0
     Path("other.py").write_text(FACTORIES.replace("range(3)", "range(2)"))
-    code, _, err = remat("verify", "--model", "other.py:build", "--plan", "plan.json")
-    assert code == 2
+    code, _, err = remat("verify", "other.py:build", "--plan", "plan.json")
+    assert code == 4
     assert "the plan was made for another model" in err
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "compare", "verify", "report", "demo"])
+def test_the_largest_batch_is_found_from_a_factory_that_makes_batches(remat):
+    sizes = ["--budget", "1500KiB", "--sizes", "8,64,512", "--solver", "dp", "--repeats", "0"]
+    code, out, err = remat("largest-batch", "factories.py:by_size", *sizes, "--out", "plan.json")
+    assert code == 0, err
+    assert "<- chosen" in out
+    assert Plan.load("plan.json").predicted_peak_bytes <= 1500 * 1024
+
+
+def test_every_option_of_a_step_can_be_typed():
+    words = Step().keywords(nn.Sequential(nn.Linear(2, 2)))
+    assert {*words, "loss"} == {field.name for field in fields(StepOptions)}
+    assert StepOptions(**words) == StepOptions(
+        **{name: [] for name in ("exclude", "only", "repeatable_hooks", "units")}
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_gives_every_option_a_meaning(remat, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = remat(command, "--help")
@@ -181,6 +316,26 @@ def test_help_gives_every_option_a_meaning(remat, command, monkeypatch):
     for line in out.splitlines():
         if line.startswith("│ ") and "--" in line:
             assert re.search(r"  [A-Z]", line), line
+
+
+def test_the_help_tells_the_exit_codes_and_the_documentation_the_same(remat, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    page = (Path(__file__).parent.parent / "docs" / "shell.md").read_text()
+    out = remat("--help")[1]
+    for code, meaning in MEANINGS.items():
+        assert f"{code.value} {meaning}" in out
+        assert f"| {code.value} | {meaning} |" in page
+
+
+def test_counted_phases_tell_how_many_there_are_and_how_long_they_will_take(capsys):
+    with Terminal(Output(verbose=True)).progress() as say:
+        say(Phase("dp at 60%", 0, 4))
+        say("dp, round 1")
+        say(Phase("dp at 40%", 1, 4))
+        say(Phase("ilp at 40%", 2, 4))
+    err = capsys.readouterr().err
+    assert "] dp at 60% (1 of 4)" in err
+    assert re.search(r"\[\d+ s, about \d+ s left\] ilp at 40% \(3 of 4\)", err)
 
 
 def test_the_demo_writes_its_files(remat):

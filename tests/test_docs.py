@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from remat.planner.show.cli import app
+from remat.command_line.app import app
 from typer.main import get_command
 
 ROOT = Path(__file__).parent.parent

@@ -170,7 +170,7 @@ def test_a_budget_that_cannot_be_read_is_refused(text):
 
 
 def test_bytes_are_written_for_people():
-    assert [format_bytes(n) for n in (12, 2048, 3 * 2**20, 5 * 2**30)] == ["12 B", "2.0 KiB", "3.0 MiB", "5.00 GiB"]
+    assert [format_bytes(n) for n in (12, 2048, 3 * 2**20, 5 * 2**30)] == ["12 Bytes", "2.0 KiB", "3.0 MiB", "5.00 GiB"]
 
 
 @pytest.mark.parametrize(("headroom", "solver"), [(1.0, "dp"), (-0.1, "dp"), (0.0, "best")])

@@ -158,8 +158,8 @@ def test_it_says_how_the_numbers_were_obtained(page):
 def test_a_budget_that_nothing_fits_is_said_first_and_the_least_plan_shown():
     page = Page(report_html(small_comparison(), budget=1000))
     least = min(plan.predicted_peak_bytes for plan in small_comparison().least.values())
-    assert "The budget is not met: no plan of the comparison fits 1000 B" in page.text
-    assert "over the budget of 1000 B" in page.text
+    assert "The budget is not met: no plan of the comparison fits 1000 Bytes" in page.text
+    assert "over the budget of 1000 Bytes" in page.text
     assert f"With the plan, {format_bytes(least)}" in page.text
 
 

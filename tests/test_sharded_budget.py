@@ -261,7 +261,7 @@ def test_a_plan_for_ranks_says_so(planners, plans):
 
 
 def test_a_budget_too_small_for_a_rank_is_refused_by_what_it_holds(planners):
-    with pytest.raises(InfeasibleBudgetError, match=r"fits 1 B on each of 2 ranks.*gathered parameters of blocks"):
+    with pytest.raises(InfeasibleBudgetError, match=r"fits 1 Byte on each of 2 ranks.*gathered parameters of blocks"):
         planners["root alone", None, False].plan(1, solver="dp")
 
 

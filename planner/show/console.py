@@ -1,11 +1,10 @@
-"""What the command line prints: tables for people on standard output, progress on standard error."""
+"""What the command line prints: tables for people."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,39 +13,13 @@ from rich.text import Text
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..compare import Comparison, table_cells, table_header
+from ..differences import Differences, field_words
 from ..patterns import Entry, line_of
 from ..pictures.stages import memory_by_module
-from ..pictures.timeline import memory_parts
+from ..pictures.timeline import Timeline, memory_parts
 from ..plan import Plan, PlannedSegment, percent_range
 
-Say = Callable[[str], None]
-"""Takes a few words on what is being done."""
-QUIET_SECONDS = 10.0
-"""Without a terminal, phases are printed as lines, no more often than this."""
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Say]:
-    """Show a spinner with the present phase and the seconds so far; without a terminal, a line now and then.
-
-    Args:
-        console: A console on standard error.
-    """
-    started = time.monotonic()
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield lambda words: status.update(f"{words} [dim]({time.monotonic() - started:.0f} s)[/dim]")
-        return
-    last = started - QUIET_SECONDS
-
-    def say(words: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= QUIET_SECONDS:
-            last = now
-            console.print(f"[{now - started:.0f} s] {words}", markup=False, highlight=False)
-
-    yield say
+_COLUMNS, _BLOCKS = 64, " ▁▂▃▄▅▆▇█"
 
 
 def table_of(title: str, columns: tuple[str, ...], *, numeric: tuple[str, ...] = ()) -> Table:
@@ -112,6 +85,48 @@ def _add_segments(table: Table, entry: Entry, segment: PlannedSegment, count: st
     inside = entry.get("inside", []) if isinstance(entry, dict) else []
     for nested, child in zip(inside, segment.children, strict=True):
         _add_segments(table, nested, child, "", depth + 1)
+
+
+def print_memory(console: Console, timelines: Mapping[str, Timeline]) -> None:
+    """Draw memory over time in a line of characters for each step; a full block is the largest peak of all.
+
+    Args:
+        console: Where to print.
+        timelines: By what to call it, each step; all are drawn over their own time.
+    """
+    most = max(timeline.peak_bytes for timeline in timelines.values())
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, timeline in timelines.items():
+        bars = np.zeros(_COLUMNS, dtype=np.int64)
+        ends = timeline.ends_ns / timeline.ends_ns[-1]
+        begins = np.concatenate([[0.0], ends[:-1]])
+        for begin, end, nbytes in zip(begins, ends, timeline.total(), strict=True):
+            within = slice(int(begin * _COLUMNS), max(int(begin * _COLUMNS) + 1, int(end * _COLUMNS)))
+            bars[within] = np.maximum(bars[within], nbytes)
+        line = "".join(_BLOCKS[int(nbytes) * (len(_BLOCKS) - 1) // most] for nbytes in bars)
+        table.add_row(name, line, f"peak {format_bytes(timeline.peak_bytes)}")
+    console.print(table)
+
+
+def print_differences(console: Console, found: Differences, names: tuple[str, str]) -> None:
+    """Print in what two plans differ: each segment that one has and the other has not, and each field.
+
+    Args:
+        console: Where to print.
+        found: The differences.
+        names: What to call the two.
+    """
+    if not found:
+        console.print("no difference")
+        return
+    table = table_of("Differences", ("what", *names))
+    for line in found.only_first:
+        table.add_row("segments", Text(line), "")
+    for line in found.only_second:
+        table.add_row("segments", "", Text(line))
+    for field, (first, second) in found.fields.items():
+        table.add_row(Text(field), Text(field_words(field, first)), Text(field_words(field, second)))
+    console.print(table)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -16,7 +16,7 @@ from ..finding.planning import Planner
 from ..pictures.frontier import peak_against_overhead
 from ..plan import Plan
 from ..verify import verify
-from .console import print_comparison, print_plan, print_profile
+from .console import print_comparison, print_memory, print_plan, print_profile
 
 BUDGETS, SMALL_BUDGETS = ("75%", "55%", "40%"), ("80%", "65%", "60%")
 SOLVERS = ("sqrt", "dp", "ilp")
@@ -71,8 +71,11 @@ def run_demo(
     device: str | None = None,
     small: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> None:
-    """Profile, compare solvers at three budgets, verify the best plan at the middle one, write files.
+) -> Plan:
+    """Profile, show a first plan, compare solvers at three budgets, verify the best plan at the middle one.
+
+    Returns:
+        That best plan; it is among the files that are written.
 
     Args:
         console: Where to print.
@@ -89,29 +92,34 @@ def run_demo(
         raise PlanError("--device cuda: torch finds no CUDA device here; use --device cpu")
     model, batch = demo_model(device or ("cuda" if torch.cuda.is_available() else "cpu"), small=small)
     budgets = SMALL_BUDGETS if small else BUDGETS
+    limit_s = SMALL_TIME_LIMIT_S if small else TIME_LIMIT_S
     console.rule("1. Where the memory is")
     planner = Planner.of(model, batch, optimizer="adamw", progress=progress)
     print_profile(console, planner.profile)
-    console.rule("2. Solvers compared")
+    console.rule(f"2. A first plan, for {budgets[1]}")
+    first = planner.plan(budgets[1], solver="dp", check=False, time_limit_s=limit_s, gap=GAP, progress=progress)
+    print_plan(console, first)
+    print_memory(console, {"without checkpoints": planner.timeline(), "with the plan": planner.timeline(first)})
+    console.rule("3. Solvers compared")
     comparison = compare(
         model,
         batch,
         budgets=budgets,
         solvers=SOLVERS,
         planner=planner,
-        time_limit_s=SMALL_TIME_LIMIT_S if small else TIME_LIMIT_S,
+        time_limit_s=limit_s,
         gap=GAP,
         progress=progress,
     )
     print_comparison(console, comparison)
-    console.rule(f"3. The best plan at {budgets[1]}")
     plan = comparison.best(budgets[1])
+    console.rule(f"4. The best plan for {budgets[1]}, applied and verified")
     print_plan(console, plan)
-    console.rule("4. Applied and verified")
     console.print(str(verify(model, batch, plan, progress=progress)), markup=False)
     console.rule("5. Files")
     for name in write_files(folder, comparison, plan, title=_title(model)):
         console.print(f"wrote {folder / name}", markup=False)
+    return plan
 
 
 def _title(model: nn.Module) -> str:

@@ -6,9 +6,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from ...profiler.step import Loss
 from ..errors import PlanError
+from ..patterns import matching
 
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SHAPE = "a factory returns (model, batch) or (model, batch, loss)"
 
 
@@ -43,33 +45,56 @@ class Subject:
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise FactoryError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.batch)
+
+        def moved(batch: object) -> object:
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+
+        make_batch = self.batch
+
+        def sized(size: int) -> object:
+            return moved(make_batch(size))
+
+        batch = sized if callable(make_batch) else moved(make_batch)
         return Subject(model=self.model.to(device), batch=batch, loss=self.loss)
 
+    def sized(self, size: int) -> object:
+        """Return a batch of a size.
 
-def modules_named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+        Raises:
+            FactoryError: The factory returned one batch, not a function that makes them.
+        """
+        if not callable(self.batch):
+            raise FactoryError(
+                "the factory returns one batch, and other sizes are asked for: return (model, make_batch), where "
+                "make_batch takes a size to a batch"
+            )
+        return self.batch(size)
+
+    def batch_words(self) -> str:
+        """Return the shapes and dtypes of the batch's tensors."""
+        tensors = [leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
+        return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors) or "made by size"
+
+
+def modules_named(model: nn.Module, patterns: Sequence[str], option: str) -> list[nn.Module]:
     """Return the modules of a model whose paths match a pattern, in the model's order.
 
     Args:
         model: The model.
         patterns: Paths in which `*` stands for anything but a dot: "transformer.h.*".
+        option: What the patterns were given as, for an error.
 
     Raises:
         FactoryError: A pattern matches nothing.
     """
     paths = {name: module for name, module in model.named_modules() if name}
-    chosen: dict[str, nn.Module] = {}
+    chosen: set[str] = set()
     for pattern in patterns:
-        found = {name: module for name, module in paths.items() if _matches(name, pattern)}
+        found = {name for name in paths if name.count(".") == pattern.count(".") and matching(pattern, name)}
         if not found:
-            raise FactoryError(f"--units {pattern!r}: no module has such a path; the model has {_few(list(paths))}")
+            raise FactoryError(f"{option} {pattern!r}: no module has such a path; the model has {_few(list(paths))}")
         chosen |= found
     return [module for name, module in paths.items() if name in chosen]
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subject:
@@ -81,22 +106,35 @@ def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subj
         seed: For `torch.manual_seed`.
 
     Raises:
-        FactoryError: The spec cannot be read, the factory raises, or it returns something else.
+        FactoryError: There is no such factory, it raises, or it returns something else.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise FactoryError(
-            f"--model {spec!r}: expected FILE.py:FACTORY or package.module:FACTORY, such as train.py:build"
-        )
+    place, _, name = spec.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         found = "is not callable" if factory is not None else "is not there"
-        raise FactoryError(f"--model {spec!r}: {name} {found} in {place}; it has {_few(known)}")
+        raise FactoryError(f"{spec}: {name} {found} in {place}; it has {_few(known)}")
     torch.manual_seed(seed)
     subject = _subject(_guarded(spec, cast("Callable[[], Any]", factory)), spec)
     return subject.to(device) if device is not None else subject
+
+
+@contextmanager
+def autocast(subject: Subject, asked: str | None, planned: Mapping[str, str]) -> Iterator[None]:
+    """Switch autocast on as asked for on the model's device, else as a plan was made under.
+
+    Args:
+        subject: Says on which device.
+        asked: "bf16", "fp16", or None.
+        planned: As in `Circumstances`: by kind of device, the dtype.
+    """
+    kind = next((parameter.device.type for parameter in subject.model.parameters()), "cpu")
+    wanted = {kind: _PRECISIONS[asked]} if asked else planned
+    with ExitStack() as stack:
+        for where, dtype in wanted.items():
+            stack.enter_context(torch.autocast(where, getattr(torch, dtype)))
+        yield
 
 
 def _few(names: Sequence[str]) -> str:
@@ -104,8 +142,6 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FactoryError(f"--model: there is no file {path}; pass FILE.py:FACTORY with a path from {Path.cwd()}")
     # As when the file is run: what lies beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     name = f"_remat_model_{path.stem}"
@@ -126,7 +162,7 @@ def _load_module(name: str) -> ModuleType:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and name.startswith(cause.name):
             raise FactoryError(
-                f"--model: there is no module {name!r}; pass FILE.py:FACTORY, or a module that Python can import"
+                f"there is no module {name!r}; pass FILE.py:FACTORY, or a module that Python can import"
             ) from None
         raise
 
@@ -139,18 +175,18 @@ def _guarded(what: str, run: Callable[[], Any]) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if len(frames) > 1 else ""
         words = " ".join(str(error).split())
-        raise FactoryError(f"--model {what}: it raises {type(error).__name__}: {words}{where}") from error
+        raise FactoryError(f"{what}: it raises {type(error).__name__}: {words}{where}") from error
 
 
 def _subject(made: object, spec: str) -> Subject:
     parts: list[Any] = [*made] if isinstance(made, (tuple, list)) else []
     if len(parts) not in (2, 3):
         got = f"{len(parts)} values" if isinstance(made, (tuple, list)) else type(made).__name__
-        raise FactoryError(f"--model {spec!r}: {_SHAPE}, got {got}")
+        raise FactoryError(f"{spec}: {_SHAPE}, got {got}")
     model, batch = parts[0], parts[1]
     loss = parts[2] if len(parts) == 3 else None
     if not isinstance(model, nn.Module):
-        raise FactoryError(f"--model {spec!r}: {_SHAPE}; the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise FactoryError(f"{spec}: {_SHAPE}; the model is a {type(model).__name__}, not a torch.nn.Module")
     if loss is not None and not callable(loss):
-        raise FactoryError(f"--model {spec!r}: {_SHAPE}; the loss is a {type(loss).__name__}, not a function")
+        raise FactoryError(f"{spec}: {_SHAPE}; the loss is a {type(loss).__name__}, not a function")
     return Subject(model=model, batch=batch, loss=cast("Loss | None", loss))

@@ -1,0 +1,1 @@
+"""The command line; torch is imported only once a command's arguments were found right."""

@@ -1,0 +1,317 @@
+"""The commands: each loads what it is about, asks the library, and says what came of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options as opt
+from .failures import Code, code_of, raised_in_model
+from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from remat.planner import Comparison, Plan
+    from remat.planner.show.factory import Subject
+
+_BUDGETS = ["80%", "60%", "40%"]
+_SOLVERS = ["sqrt", "dp", "ilp"]
+
+
+def profile(target: opt.Target, step: opt.Step, output: opt.Output, out: opt.ProfileOut = None) -> int:
+    """Show where the memory of a training step is."""
+    terminal, subject = Terminal(output), _load(target, step)
+    from remat.planner import Planner
+    from remat.planner.show import as_data, console
+
+    with terminal.progress() as say, _running(target, subject):
+        planner = Planner.of(subject.model, subject.batch, loss=subject.loss, progress=say, **_step(step, subject))
+    console.print_profile(terminal.tables, planner.profile, rows=terminal.rows)
+    terminal.result(lambda: as_data.of_profile(planner.profile, terminal.rows))
+    if out is not None:
+        planner.profile.save(out)
+        terminal.wrote(out)
+    return Code.DONE
+
+
+def plan(
+    target: opt.Target,
+    budget: opt.Budget,
+    step: opt.Step,
+    output: opt.Output,
+    solver: opt.Solver = "auto",
+    out: opt.PlanOut = None,
+    headroom: opt.Headroom = 0.0,
+    time_limit: opt.TimeLimit = None,
+) -> int:
+    """Find where to checkpoint so that the step fits a budget, and write the plan."""
+    terminal, subject = Terminal(output), _load(target, step)
+    from remat.planner import Planner
+    from remat.planner.show import as_data, console
+
+    with terminal.progress() as say, _running(target, subject):
+        planner = Planner.of(subject.model, subject.batch, loss=subject.loss, progress=say, **_step(step, subject))
+        found = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, progress=say)
+    console.print_profile(terminal.tables, planner.profile, rows=terminal.rows)
+    console.print_plan(terminal.tables, found)
+    terminal.result(lambda: as_data.of_plan(found))
+    _keep(terminal, found, out)
+    return Code.DONE
+
+
+def verify(
+    target: opt.Target,
+    plan: opt.PlanFile,
+    output: opt.Output,
+    repeats: opt.Repeats = 3,
+    steps: opt.Steps = 1,
+) -> int:
+    """Run the model with and without a plan and compare; exit code 1 if results differ or it is over budget."""
+    from remat.planner import Plan
+    from remat.planner import verify as verify_plan
+    from remat.planner.show import as_data
+
+    loaded = Plan.load(plan)
+    terminal, subject = Terminal(output), _load(target)
+    with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
+        found = verify_plan(
+            subject.model, subject.batch, loaded, loss=subject.loss, steps=steps, repeats=repeats, progress=say
+        )
+    terminal.tables.print(str(found), markup=False)
+    terminal.result(lambda: as_data.of_verification(found))
+    return Code.DONE if found.exact and found.within_budget else Code.NOT_CONFIRMED
+
+
+def price(
+    target: opt.Target,
+    plan: opt.PlanFile,
+    output: opt.Output,
+    repeats: opt.Repeats = 3,
+    out: opt.PlanOut = None,
+) -> int:
+    """Say what a plan costs that was edited by hand: its peak by a dry run, its added time; nothing is searched.
+
+    The step is taken to be what it was when the plan was made. Exit code 1 if the plan is over its budget.
+    """
+    from remat.planner import Plan
+    from remat.planner import price as price_plan
+    from remat.planner.show import as_data, console
+
+    loaded = Plan.load(plan)
+    terminal, subject = Terminal(output), _load(target)
+    with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
+        priced = price_plan(subject.model, subject.batch, loaded, loss=subject.loss, repeats=repeats, progress=say)
+    console.print_plan(terminal.tables, priced)
+    console.print_differences(terminal.tables, loaded.differences(priced), ("as the file says", "as it is"))
+    terminal.result(lambda: as_data.of_plan(priced))
+    if out is not None:
+        _keep(terminal, priced, out)
+    over = priced.budget_bytes is not None and (priced.predicted_peak_bytes or 0) > priced.budget_bytes
+    return Code.NOT_CONFIRMED if over else Code.DONE
+
+
+def diff(
+    first: Annotated[Path, opt.plan_argument("A")],
+    second: Annotated[Path, opt.plan_argument("B")],
+    output: opt.Output,
+) -> int:
+    """Say in what two plans differ: segments, promises, circumstances; exit code 1 if they do."""
+    from remat.planner import Plan
+    from remat.planner.show import console
+
+    terminal = Terminal(output)
+    found = Plan.load(first).differences(Plan.load(second))
+    console.print_differences(terminal.tables, found, (str(first), str(second)))
+    terminal.result(found.to_dict)
+    return Code.NOT_CONFIRMED if found else Code.DONE
+
+
+def compare(
+    target: opt.Target,
+    step: opt.Step,
+    output: opt.Output,
+    budget: opt.Budgets = _BUDGETS,
+    solver: opt.Solvers = _SOLVERS,
+    out: opt.CsvOut = None,
+    picture: opt.Picture = None,
+    measure: opt.Measure = False,
+    time_limit: opt.TimeLimit = 20.0,
+) -> int:
+    """Plan several budgets with several solvers from one profile, and show them side by side."""
+    terminal, subject = Terminal(output), _load(target, step)
+    from remat.planner.show import as_data, console
+
+    asked: dict[str, Any] = {"budgets": budget, "solvers": solver, "measure": measure, "time_limit_s": time_limit}
+    comparison = _compared(terminal, target, subject, step, asked)
+    console.print_comparison(terminal.tables, comparison)
+    terminal.result(lambda: as_data.of_comparison(comparison))
+    if out is not None:
+        comparison.frame.to_csv(out, index=False)
+        terminal.wrote(out)
+    if picture is not None:
+        comparison.plot().savefig(picture, dpi=150)
+        terminal.wrote(picture)
+    return Code.DONE
+
+
+def largest_batch(
+    target: opt.Target,
+    budget: opt.Budget,
+    step: opt.Step,
+    output: opt.Output,
+    sizes: opt.Sizes = None,
+    solver: opt.Solver = "auto",
+    out: opt.PlanOut = None,
+    measure: opt.Measure = False,
+    time_limit: opt.TimeLimit = 10.0,
+) -> int:
+    """Find the batch size that trains most samples per second under a budget in bytes.
+
+    In place of a batch the factory returns a function that takes a size to a batch: return model, make_batch
+    """
+    terminal, subject = Terminal(output), _load(target, step)
+    from remat.planner import largest_batch as find
+    from remat.planner.show import as_data
+
+    with terminal.progress() as say, _running(target, subject):
+        found = find(
+            subject.sized,
+            budget,
+            model=subject.model,
+            loss=subject.loss,
+            sizes=None if sizes is None else [int(size) for size in sizes.split(",")],
+            solver=solver,
+            measure=measure,
+            time_limit_s=time_limit,
+            progress=say,
+            **_step(step, subject),
+        )
+    terminal.tables.print(found.table(), markup=False)
+    if found.verification is not None:
+        terminal.tables.print(str(found.verification), markup=False)
+    terminal.result(lambda: as_data.of_batch_search(found))
+    _keep(terminal, found.plan, out)
+    return Code.DONE
+
+
+def report(
+    target: opt.Target,
+    step: opt.Step,
+    output: opt.Output,
+    out: opt.ReportOut = Path("report.html"),
+    budget: opt.Budgets = _BUDGETS,
+    solver: opt.Solvers = _SOLVERS,
+    show_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--plan-for", metavar="BYTES", help="The budget whose best plan is shown; default: the middle one."
+        ),
+    ] = None,
+    measure: opt.Measure = False,
+    time_limit: opt.TimeLimit = 20.0,
+) -> int:
+    """Write one HTML file, with everything in it, for a pull request or a colleague."""
+    terminal, subject = Terminal(output), _load(target, step)
+    from remat.planner.show import as_data
+    from remat.planner.show.report import write_report
+
+    asked: dict[str, Any] = {"budgets": budget, "solvers": solver, "time_limit_s": time_limit}
+    comparison = _compared(terminal, target, subject, step, asked)
+    with terminal.progress() as say, _running(target, subject):
+        write_report(
+            out,
+            comparison,
+            budget=show_budget,
+            subject=subject if measure else None,
+            command=shlex.join(["remat", *sys.argv[1:]]),
+            progress=say,
+        )
+    terminal.result(lambda: {**as_data.of_comparison(comparison), "report": str(out)})
+    terminal.wrote(out)
+    return Code.DONE
+
+
+def demo(
+    output: opt.Output,
+    out: opt.FolderOut = Path("out"),
+    device: opt.OnDevice = None,
+    small: Annotated[bool, typer.Option("--small", help="Take a toy model, to see it work in seconds.")] = False,
+) -> int:
+    """Profile, plan, verify and compare on a small GPT-2."""
+    from remat.planner.show.as_data import of_plan
+    from remat.planner.show.demo import run_demo
+
+    terminal = Terminal(output)
+    with terminal.progress() as say:
+        made = run_demo(terminal.tables, out, device=device, small=small, progress=say)
+    terminal.result(lambda: of_plan(made))
+    return Code.DONE
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {
+    "profile": profile,
+    "plan": plan,
+    "verify": verify,
+    "price": price,
+    "diff": diff,
+    "compare": compare,
+    "largest-batch": largest_batch,
+    "report": report,
+    "demo": demo,
+}
+
+
+def _load(target: opt.Target, step: opt.Step | None = None) -> Subject:
+    if step is not None:
+        step.check()
+    return target.load()
+
+
+def _step(step: opt.Step, subject: Subject) -> dict[str, Any]:
+    return step.keywords(subject.model)
+
+
+@contextmanager
+def _running(target: opt.Target, subject: Subject, planned: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Run the model in the precision asked for, else in the one planned for; say where in it an error arose.
+
+    Raises:
+        FactoryError: The model raised; the message names the module.
+    """
+    from remat.planner.show.factory import FactoryError, autocast
+
+    try:
+        with autocast(subject, target.autocast, planned or {}):
+            yield
+    except Exception as error:
+        where = raised_in_model(error, subject.model) if code_of(error) is Code.INTERNAL else ""
+        if not where:
+            raise
+        raise FactoryError(
+            f"{target.spec}: the model raises {type(error).__name__} in {where}: {error}; the batch is "
+            f"{subject.batch_words()}"
+        ) from error
+
+
+def _compared(
+    terminal: Terminal, target: opt.Target, subject: Subject, step: opt.Step, asked: dict[str, Any]
+) -> Comparison:
+    from remat.planner import compare as compare_plans
+
+    with terminal.progress() as say, _running(target, subject):
+        return compare_plans(
+            subject.model, subject.batch, loss=subject.loss, progress=say, **asked, **_step(step, subject)
+        )
+
+
+def _keep(terminal: Terminal, plan: Plan, out: Path | None) -> None:
+    if out is None:
+        terminal.tables.print("The plan was not written: pass --out plan.json to keep it.")
+        return
+    plan.save(out)
+    terminal.wrote(out, f"; apply it with remat.apply(model, remat.Plan.load({str(out)!r}))")
