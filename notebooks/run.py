@@ -1,5 +1,6 @@
 """Run the notebooks and store them with what they show, for readers who do not run them."""
 
+import hashlib
 import os
 import re
 import sys
@@ -25,7 +26,14 @@ def run(path: Path) -> nbformat.NotebookNode:
         cell.metadata = {}
         if cell.cell_type == "code":
             cell.outputs = [_kept(output) for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata["ran"] = code_digest(notebook)
     return notebook
+
+
+def code_digest(notebook: nbformat.NotebookNode) -> str:
+    """Return what tells whether outputs belong to the code they stand below: a hash of all code, in order."""
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
