@@ -1,7 +1,7 @@
 """Plan a model that is then compiled: segments must not run across a container's own operators."""
 
 import torch
-from remat.planner import apply, plan
+from remat import apply, plan
 from torch import nn
 
 

@@ -4,7 +4,7 @@ The plan is made before anything is sharded. `units` and `ranks` say how it will
 """
 
 import torch
-from remat.planner import Plan, apply, plan
+from remat import Plan, apply, plan
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

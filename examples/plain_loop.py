@@ -1,7 +1,7 @@
 """Train a small network in a plain loop under a memory budget."""
 
 import torch
-from remat.planner import apply, plan, verify
+from remat import apply, plan, verify
 from torch import nn
 from torch.nn import functional
 
