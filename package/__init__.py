@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat import integrations
+    from remat import integrations, planner, profiler, solvers
     from remat.planner import (
         ApplyError,
         BudgetError,
@@ -23,43 +23,26 @@ if TYPE_CHECKING:
         ReplayStateError,
         apply,
         compare,
+        diff,
         draw,
         largest_batch,
         plan,
         price,
         verify,
     )
-    from remat.profiler import BatchError, Profile, profile
+    from remat.profiler import BatchError, DisturbedError, Profile, ProfileFileError, profile
 
     __version__: str
 
-_HOMES = {
-    "remat.planner": (
-        "ApplyError",
-        "BudgetError",
-        "InfeasibleBudgetError",
-        "Plan",
-        "PlanError",
-        "PlanFileError",
-        "PlanMismatchError",
-        "Planner",
-        "ReplayStateError",
-        "apply",
-        "compare",
-        "draw",
-        "largest_batch",
-        "plan",
-        "price",
-        "verify",
-    ),
-    "remat.profiler": ("BatchError", "Profile", "profile"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_PACKAGES = ("integrations", "planner", "profiler", "solvers")
+_OF_THE_PROFILER = ("BatchError", "DisturbedError", "Profile", "ProfileFileError", "profile")
+"""Every other name that is no package is the planner's."""
 
 __all__ = [
     "ApplyError",
     "BatchError",
     "BudgetError",
+    "DisturbedError",
     "InfeasibleBudgetError",
     "Plan",
     "PlanError",
@@ -67,16 +50,21 @@ __all__ = [
     "PlanMismatchError",
     "Planner",
     "Profile",
+    "ProfileFileError",
     "ReplayStateError",
     "__version__",
     "apply",
     "compare",
+    "diff",
     "draw",
     "integrations",
     "largest_batch",
     "plan",
+    "planner",
     "price",
     "profile",
+    "profiler",
+    "solvers",
     "verify",
 ]
 
@@ -84,12 +72,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("remat")
-    if name == "integrations":
-        return import_module("remat.integrations")
-    if name in _HOME_OF:
-        return getattr(import_module(_HOME_OF[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"remat.{name}")
+    if name in __all__:
+        return getattr(import_module("remat.profiler" if name in _OF_THE_PROFILER else "remat.planner"), name)
     raise AttributeError(f"module 'remat' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

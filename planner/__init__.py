@@ -7,7 +7,7 @@ from ..profiler.torch_version import TorchVersionError
 from .applier.apply import Applied, apply
 from .budget import BudgetError
 from .compare import Comparison, compare
-from .differences import Differences
+from .differences import Differences, diff
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
 from .finding.planning import Planner, plan
 from .finding.pricing import price
@@ -36,6 +36,7 @@ __all__ = [
     "Verification",
     "apply",
     "compare",
+    "diff",
     "draw",
     "largest_batch",
     "plan",

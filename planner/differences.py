@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .budget import format_bytes
 from .fingerprint import Fingerprint
 from .patterns import Entry, groups_of, line_of
+from .plan import Plan
 from .segments import PlannedSegment
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,13 @@ class Differences:
         return "\n".join(lines) or "no difference"
 
 
-def differences(first: Plan, second: Plan) -> Differences:
-    """Compare two plans; see `Plan.differences`."""
+def diff(first: Plan, second: Plan) -> Differences:
+    """Return in what two plans differ: segments by pattern, promises, circumstances, the model.
+
+    Args:
+        first: A plan.
+        second: Another.
+    """
     return Differences(
         only_first=_lines(first, second.segments),
         only_second=_lines(second, first.segments),

@@ -14,17 +14,20 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .budget import format_bytes
 from .circumstances import Circumstances, Count
-from .differences import Differences, differences
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
 from .patterns import Entry, Group, grouped, groups_of, line_of, read
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.figure import Figure
     from torch import nn
 
 __all__ = ["SCHEMA_VERSION", "BatchTensor", "Call", "Plan", "PlannedSegment", "SavedOperator"]
@@ -199,9 +202,22 @@ class Plan:
         """Return the segments as they are written: those that differ in one number of their paths together."""
         return groups_of(self.segments, self.fingerprint)
 
-    def differences(self, other: Plan) -> Differences:
-        """Return in what another plan differs: segments by pattern, promises, circumstances, the model."""
-        return differences(self, other)
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a segment, nested ones after the one around them.
+
+        Columns: `segment` (the top-level segment's number), `depth`, `first` and `last` call, `calls` (how many),
+        `saved_operators`, `restored_buffers`, `early_stop` and `crosses_operators`.
+        """
+        columns = ["segment", "depth", "first", "last", "calls"]
+        columns += ["saved_operators", "restored_buffers", "early_stop", "crosses_operators"]
+        rows = [row for number, segment in enumerate(self.segments) for row in _rows(segment, number, 0)]
+        return pd.DataFrame(rows, columns=columns)
+
+    def plot(self, *, title: str = "") -> Figure:
+        """Draw the peak and what is done to each call; a planner draws bytes and times too, `planner.strip(plan)`."""
+        from .pictures.outline import plan_outline
+
+        return plan_outline(self, title=title)
 
     def describe(self) -> str:
         """Return the plan as a few lines of text: promises first, then the segments by pattern."""
@@ -290,6 +306,14 @@ def _one_line(error: ValidationError, source: str) -> str:
     return f"{source}: field {place}: {first['msg']}, got {value}{more}; undo the edit or make the plan again"
 
 
+def _rows(segment: PlannedSegment, number: int, depth: int) -> Iterator[tuple[object, ...]]:
+    first, last = str(segment.members[0]), str(segment.members[-1])
+    counts = len(segment.members), len(segment.save), len(segment.restored_buffers)
+    yield number, depth, first, last, *counts, segment.early_stop, segment.crosses_operators
+    for child in segment.children:
+        yield from _rows(child, number, depth + 1)
+
+
 def _bytes(count: int | None) -> str:
     return "unknown" if count is None else format_bytes(count)
 
@@ -306,18 +330,22 @@ def _headline(plan: Plan) -> str:
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
     overhead, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
     return (
-        f"plan: {len(plan.segments)} segments, peak {_bytes(plan.predicted_peak_bytes)}{each} "
+        f"plan: {_count(len(plan.segments), 'segment')}, peak {_bytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
         f"overhead {overhead}; solver {plan.solver or 'none'} {plan.status}; "
         f"bytes {plan.bytes_from}, times {plan.times_from}; {known.precision}, {known.output_words}"
     )
 
 
+def _count(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def _group_lines(entry: Entry, segment: PlannedSegment, count: int, depth: int) -> list[str]:
     facts = [f"{count} segments"] if count > 1 else []
-    facts += [f"keeps the outputs of {len(segment.save)} operators"] if segment.save else []
+    facts += [f"keeps the outputs of {_count(len(segment.save), 'operator')}"] if segment.save else []
     facts += ["replays to its end"] if not segment.early_stop else []
-    facts += [f"restores {len(segment.restored_buffers)} buffers"] if segment.restored_buffers else []
+    facts += [f"restores {_count(len(segment.restored_buffers), 'buffer')}"] if segment.restored_buffers else []
     facts += ["with what the container computes between them"] if segment.crosses_operators else []
     lines = ["  " * depth + line_of(entry) + (f"  ({', '.join(facts)})" if facts else "")]
     inside: list[Entry] = [] if isinstance(entry, str) else entry.get("inside", [])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from .step_record import IntArray, StepRecord
 from .times import Origin, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class ProfileFileError(ValueError):
@@ -197,6 +200,18 @@ class Profile(StepRecord):
             for index, operator in enumerate(self.operators[: self.loss_stop])
         ]
         return pd.DataFrame(rows)
+
+    def plot(self, *, rows: int = 20, title: str = "") -> Figure:
+        """Draw where the memory is, by module; see `module_memory`.
+
+        Args:
+            rows: Most bars.
+            title: Above everything.
+        """
+        # Pictures are the planner's side; this one name of it is known here, and imported when it is drawn.
+        from ..planner.pictures.memory import module_memory
+
+        return module_memory(self, rows=rows, title=title)
 
     def to_json(self) -> str:
         """Return the profile as JSON."""

@@ -38,6 +38,12 @@ def without_loss():
 def failing():
     raise KeyError("no such checkpoint")
 
+def quitting():
+    raise SystemExit("usage: train.py DATA")
+
+def interrupted():
+    raise KeyboardInterrupt
+
 def wrong_count():
     return build()[0]
 
@@ -154,6 +160,7 @@ PLAN = ["plan", "factories.py:build", "--budget"]
         (["plan", "factories.py:made", "--budget", "60%"], "made is not there in factories.py"),
         (["plan", "factories.py:number", "--budget", "60%"], "number is not callable"),
         (["plan", "factories.py:failing", "--budget", "60%"], "raises KeyError: 'no such checkpoint' (line"),
+        (["plan", "factories.py:quitting", "--budget", "60%"], "it raises SystemExit: usage: train.py DATA"),
         (["plan", "factories.py:wrong_count", "--budget", "60%"], "(model, batch, loss), got Sequential"),
         (["plan", "factories.py:wrong_model", "--budget", "60%"], "the model is a str"),
         (["plan", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
@@ -248,6 +255,10 @@ def test_an_error_of_our_own_has_its_own_exit_code_and_says_where(remat, monkeyp
     assert "Traceback" in remat(*PLAN, "60%", "--repeats", "0", "--verbose")[2]
 
 
+def test_an_interrupt_is_told_and_has_its_own_exit_code(remat):
+    assert remat("plan", "factories.py:interrupted", "--budget", "60%") == (130, "", "remat: interrupted\n")
+
+
 def test_the_whole_way_as_json_where_each_output_is_data(remat):
     code, out, err = remat(*PLAN, "70%", "--solver", "dp", "--json", "--autocast", "bf16", "--repeats", "0")
     assert code == 0, err
@@ -268,7 +279,7 @@ def test_an_edited_plan_is_priced_and_differs_from_what_it_was(remat):
     asked = [*PLAN, "70%", "--solver", "dp", "--repeats", "0", "--quiet"]
     assert remat(*asked, "--out", "plan.json") == (0, "", "")
     content = json.loads(Path("plan.json").read_text())
-    content["segments"] = ["*: act"]
+    content |= {"segments": ["*: act"], "budget_bytes": 2 * content["budget_bytes"]}
     Path("edited.json").write_text(json.dumps(content))
     priced = ["price", "factories.py:build", "--plan", "edited.json", "--repeats", "0"]
     code, out, err = remat(*priced, "--out", "priced.json")

@@ -12,6 +12,7 @@ from remat.planner import PlanError, Planner, draw, verify
 from remat.planner.budget import format_bytes
 from remat.planner.pictures.frontier import peak_against_overhead, steps_of
 from remat.planner.pictures.memory import memory_over_time, module_memory
+from remat.planner.pictures.outline import plan_by_call
 from remat.planner.pictures.palette import MEMORY, SOLVERS, TREATMENTS
 from remat.planner.pictures.stages import MODULE_COLUMNS, group_paths, memory_by_module, plan_by_stage
 from remat.planner.pictures.strip import plan_strip
@@ -292,19 +293,45 @@ def test_a_colour_means_one_thing_in_all_pictures():
 
 def test_values_show_themselves_in_short_in_notebooks_and_as_pictures():
     comparison = small_comparison()
-    step = comparison.planner.session.step
-    found = verify(step.model, step.args, comparison.best("60%"), loss=step.loss, repeats=1)
+    step, plan = comparison.planner.session.step, comparison.best("60%")
+    found = verify(step.model, step.args, plan, loss=step.loss, repeats=1)
     profile = comparison.planner.profile
-    for value in (profile, comparison, found):
+    for value in (profile, plan, comparison, found):
         assert len(repr(value)) < 200
-        assert value._repr_html_().count("<table") == 1
+        assert "<b>" in value._repr_html_()
         assert len(value.to_frame()) > 0
-    for value in (profile, comparison, found, comparison.planner, comparison.planner.timeline()):
+        assert rendered(value.plot(title="As asked")).startswith(b"\x89PNG")
+    for value in (comparison.planner, comparison.planner.timeline()):
         assert rendered(draw(value, title="As asked")).startswith(b"\x89PNG")
     assert found.to_frame().loc["peak_bytes", "measured"] == found.measured_peak_bytes
     assert str(profile.parts.parameters) not in repr(profile)
-    with pytest.raises(PlanError, match=r"planner\.plot\(plan\)"):
-        draw(comparison.best("60%"))
+    with pytest.raises(PlanError, match="there is no picture of a str"):
+        draw("plan.json")
+
+
+def test_a_plan_alone_shows_its_peaks_and_what_it_does_to_each_call():
+    known = small_comparison().best("60%")
+    nested = PlannedSegment(members=(Call(module="1.up"), Call(module="1.act")))
+    kept = (SavedOperator(operator="aten.addmm.default", index=0),)
+    segments = (
+        PlannedSegment(members=(Call(module="0.up"), Call(module="0.act")), save=kept),
+        PlannedSegment(members=(Call(module="1"),), children=(nested,)),
+    )
+    plan = replace(known, segments=segments)
+    table = plan_by_call(plan).set_index("module")
+    assert list(table.index) == [f"{block}.{part}" for block in range(4) for part in ("up", "act", "down")]
+    assert set(table["treatment"][:2]) == {"recomputed, some outputs kept"}
+    assert list(table["treatment"][2:6]) == ["kept", *["recomputed more than once"] * 2, "recomputed"]
+    assert list(table["segment"]) == [0, 0, -1, 1, 1, 1, *[-1] * 6]
+    peaks = texts(plan.plot())
+    for count in (plan.unplanned_peak_bytes, plan.predicted_peak_bytes, plan.budget_bytes):
+        assert format_bytes(count) in peaks
+    frame = plan.to_frame()
+    assert list(frame["depth"]) == [0, 0, 1]
+    assert tuple(frame.loc[0, ["first", "last", "calls", "saved_operators"]]) == ("0.up", "0.act", 2, 1)
+    by_hand = Plan(segments=segments[:1])
+    assert list(plan_by_call(by_hand)["module"]) == ["0.up", "0.act"]
+    assert rendered(by_hand.plot()).startswith(b"\x89PNG")
 
 
 def test_the_planner_draws_a_plan_over_time_and_over_stages():

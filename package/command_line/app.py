@@ -47,7 +47,8 @@ def main() -> None:
         code = app(standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(_failed(error))
-    sys.exit(code or Code.DONE)
+    # What typer makes of an interrupt.
+    sys.exit(_failed(KeyboardInterrupt()) if code == Code.INTERRUPTED else code or Code.DONE)
 
 
 def _failed(error: BaseException) -> Code:

@@ -99,6 +99,7 @@ def price(
     The step is taken to be what it was when the plan was made. Exit code 1 if the plan is over its budget.
     """
     from remat.planner import Plan
+    from remat.planner import diff as diff_plans
     from remat.planner import price as price_plan
     from remat.planner.show import as_data, console
 
@@ -107,7 +108,7 @@ def price(
     with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
         priced = price_plan(subject.model, subject.batch, loaded, loss=subject.loss, repeats=repeats, progress=say)
     console.print_plan(terminal.tables, priced)
-    console.print_differences(terminal.tables, loaded.differences(priced), ("as the file says", "as it is"))
+    console.print_differences(terminal.tables, diff_plans(loaded, priced), ("as the file says", "as it is"))
     terminal.result(lambda: as_data.of_plan(priced))
     if out is not None:
         _keep(terminal, priced, out)
@@ -122,10 +123,11 @@ def diff(
 ) -> int:
     """Say in what two plans differ: segments, promises, circumstances; exit code 1 if they do."""
     from remat.planner import Plan
+    from remat.planner import diff as diff_plans
     from remat.planner.show import console
 
     terminal = Terminal(output)
-    found = Plan.load(first).differences(Plan.load(second))
+    found = diff_plans(Plan.load(first), Plan.load(second))
     console.print_differences(terminal.tables, found, (str(first), str(second)))
     terminal.result(found.to_dict)
     return Code.NOT_CONFIRMED if found else Code.DONE

@@ -42,20 +42,20 @@ def code_of(error: BaseException) -> Code:
     # Usage errors; typer carries its own copy of click, so their class has no public name.
     if hasattr(error, "format_message") or isinstance(error, OSError):
         return Code.USAGE
-    if not {"remat.planner", "remat.profiler"} <= sys.modules.keys():
+    if "remat.planner" not in sys.modules:
         return Code.INTERNAL
     import torch
-    from remat.planner import InfeasibleBudgetError, PlanError, PlanMismatchError
-    from remat.profiler import BatchError
+    from remat.planner import InfeasibleBudgetError, PlanMismatchError
 
     kinds: list[tuple[type[Exception], Code]] = [
         (InfeasibleBudgetError, Code.INFEASIBLE),
         (PlanMismatchError, Code.MISMATCH),
-        (PlanError, Code.USAGE),
-        (BatchError, Code.USAGE),
         (torch.OutOfMemoryError, Code.OUT_OF_MEMORY),
     ]
-    return next((code for kind, code in kinds if isinstance(error, kind)), Code.INTERNAL)
+    # Every class of error that the library has is for what its user can mend.
+    of_ours = any(kind.__module__.startswith("remat.") for kind in type(error).__mro__)
+    otherwise = Code.USAGE if of_ours else Code.INTERNAL
+    return next((code for kind, code in kinds if isinstance(error, kind)), otherwise)
 
 
 def words_of(error: BaseException, code: Code) -> str:

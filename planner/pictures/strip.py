@@ -28,7 +28,7 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
     table = plan_by_stage(profile, plan)
     figure = Picture(figsize=(11, 5.6), layout="constrained")
     strip, saved, times = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.2, 2.2))
-    _draw_strip(strip, table)
+    draw_strip(strip, table)
     saved_bytes = table["saved_bytes"].to_numpy(dtype=np.int64)
     unit, name = byte_unit(int(saved_bytes.max()))
     _bars(saved, table, saved_bytes / unit)
@@ -36,8 +36,21 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
     milliseconds = table["forward_ns"].to_numpy(dtype=float) / 1e6
     _bars(times, table, milliseconds)
     times.set_ylabel("forward time [ms]")
-    _label_modules(times, table)
+    label_modules(times, table)
     times.set_xlabel("stages, in order of execution, by module")
+    legend_of(figure, table)
+    figure.suptitle(title or _title(plan), fontsize=11)
+    return figure
+
+
+def _title(plan: Plan) -> str:
+    peak = format_bytes(plan.predicted_peak_bytes or 0)
+    count = "1 segment" if len(plan.segments) == 1 else f"{len(plan.segments)} segments"
+    return f"{plan.solver} plan of {count}: peak {peak}, {plan.predicted_overhead or 0:.1%} added time"
+
+
+def legend_of(figure: Figure, table: pd.DataFrame) -> None:
+    """Say below a figure what the treatments mean that are in a table."""
     figure.legend(
         handles=[
             Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=look.second, linewidth=0, label=name)
@@ -49,17 +62,10 @@ def plan_strip(profile: Profile, plan: Plan, *, title: str = "") -> Figure:
         fontsize=8,
         frameon=False,
     )
-    figure.suptitle(title or _title(plan), fontsize=11)
-    return figure
 
 
-def _title(plan: Plan) -> str:
-    peak = format_bytes(plan.predicted_peak_bytes or 0)
-    count = "1 segment" if len(plan.segments) == 1 else f"{len(plan.segments)} segments"
-    return f"{plan.solver} plan of {count}: peak {peak}, {plan.predicted_overhead or 0:.1%} added time"
-
-
-def _draw_strip(axis: Axes, table: pd.DataFrame) -> None:
+def draw_strip(axis: Axes, table: pd.DataFrame) -> None:
+    """Draw a bar for each row of a table in the look of its `treatment`, and the bounds and numbers of segments."""
     for position, treatment in enumerate(table["treatment"]):
         look = TREATMENTS[str(treatment)]
         axis.bar(
@@ -94,8 +100,8 @@ def _bars(axis: Axes, table: pd.DataFrame, heights: np.ndarray) -> None:
     axis.set_axisbelow(True)
 
 
-def _label_modules(axis: Axes, table: pd.DataFrame) -> None:
-    """Label where each module begins; of labels that would overlap, those of the longest runs stay."""
+def label_modules(axis: Axes, table: pd.DataFrame) -> None:
+    """Label where each `module` of a table begins; of labels that would overlap, those of the longest runs stay."""
     groups = group_paths([str(module) for module in table["module"]], 32, runs=True)
     count = len(groups)
     starts = [position for position in range(count) if position == 0 or groups[position] != groups[position - 1]]

@@ -171,7 +171,7 @@ def _guarded(what: str, run: Callable[[], Any]) -> Any:
     """Run the user's code; what it raises becomes one line that says where."""
     try:
         return run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if len(frames) > 1 else ""
         words = " ".join(str(error).split())
