@@ -9,7 +9,7 @@ import dataclasses
 import enum
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -171,18 +171,3 @@ def refuse_iterators(objects: list[Any], where: str) -> None:
                 f"segment {where}: an argument is a {type(value).__name__}, which a replay would find used up; "
                 "pass a list instead, or plan without this segment"
             )
-
-
-def picture(objects: list[Any]) -> list[object]:
-    """Return a cheap picture of foreign objects' attributes, by which a change of one is noticed."""
-    return [_picture(vars(value), 3) for value in objects if hasattr(value, "__dict__")]
-
-
-def _picture(value: object, depth: int) -> object:
-    if depth and isinstance(value, dict):
-        return [(key, _picture(item, depth - 1)) for key, item in cast("dict[object, object]", value).items()]
-    if depth and isinstance(value, (list, tuple)):
-        return [_picture(item, depth - 1) for item in cast("list[object]", value)]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, *_CONSTANTS)):
-        return _picture(vars(value), depth - 1)
-    return id(value)

@@ -22,6 +22,7 @@ from torch import nn
 
 from ...profiler.repeatable import remade_by
 from .internals import buffers_of, children_of, forward_hook_registries, parameters_of
+from .told import CONTAINERS, MOST_ITEMS, PLAIN
 
 _MOST_FUNCTIONS = 5_000
 _NO_EFFECT = frozenset(("CACHE", "PRECALL", "KW_NAMES", "RESUME", "EXTENDED_ARG", "PUSH_NULL", "COPY_FREE_VARS"))
@@ -40,9 +41,7 @@ _NOT_IN_A_CALL = frozenset(
     )
 )
 """Special methods that nothing calls unless it names them."""
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_ITEMS = 256
+_PLAIN = tuple(PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +291,8 @@ class Reads:
             self._follow(value.func, owner)
         elif isinstance(value, partial):
             self._follow_all((value.func, *value.args, *value.keywords.values()))
-        elif isinstance(value, _CONTAINERS):
-            if len(value) <= _ITEMS:
+        elif isinstance(value, CONTAINERS):
+            if len(value) <= MOST_ITEMS:
                 self._follow_all(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, type):
             self._meet(value, constructed=True)
@@ -303,7 +302,7 @@ class Reads:
             self._meet(type(value))
             self._follow_wrapped(value)
             inside = getattr(value, "__dict__", None)
-            if _is_followed(type(value).__module__) and isinstance(inside, dict) and len(inside) <= _ITEMS:
+            if _is_followed(type(value).__module__) and isinstance(inside, dict) and len(inside) <= MOST_ITEMS:
                 self._follow_all(list(inside.values()))
 
     def _follow_wrapped(self, value: Any) -> None:
@@ -325,7 +324,7 @@ def what_decides(modules: Iterable[nn.Module]) -> frozenset[object]:
         for hooks in forward_hook_registries(module):
             found.update(map(id, hooks.values()))
         for value in vars(module).values():
-            if isinstance(value, _CONTAINERS) and all(isinstance(item, _PLAIN) for item in value):
+            if isinstance(value, CONTAINERS) and all(isinstance(item, _PLAIN) for item in value):
                 inside = value.values() if isinstance(value, dict) else ()
                 found.update(id(item) for item in inside if not isinstance(item, (*_PLAIN, torch.Tensor, nn.Module)))
             elif not isinstance(value, (*_PLAIN, torch.Tensor)):

@@ -21,9 +21,10 @@ from .internals import (
     versions_of,
 )
 from .keeping import Take
-from .packing import Inputs, picture, rebuild_call, refuse_iterators
+from .packing import Inputs, rebuild_call, refuse_iterators
 from .state import State
 from .thread_state import BoundSegment, ThreadState, ThreadStates
+from .told import by_attributes
 
 _NO_COUNTS: dict[int, int] = {}
 _STOPPED = object()
@@ -37,8 +38,8 @@ class Region:
     """
 
     __slots__ = (
-        *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_pictures"),
-        *("_state", "_take", "_told", "_versions", "outer", "segment", "thread", "threads"),
+        *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_objects"),
+        *("_state", "_take", "_watched", "_versions", "outer", "segment", "thread", "threads"),
     )
 
     def __init__(self, threads: ThreadStates, thread: ThreadState, segment: BoundSegment, inputs: Inputs) -> None:
@@ -65,7 +66,7 @@ class Region:
             _refuse_modes(segment)
         if inputs.objects:
             refuse_iterators(inputs.objects, segment.where)
-        self._pictures = picture(inputs.objects) if inputs.objects else None
+        self._objects = by_attributes(inputs.objects) if inputs.objects else None
         self._versions = versions_of(inputs.tensors)
         self._flags = list(map(_training, segment.modules))
         self._ambient = ambient_settings()
@@ -95,7 +96,7 @@ class Region:
         assert stopped
         assert inputs is not None
         self._check_inputs(inputs)
-        self._state, self._told = self.segment.watched.now()
+        self._state, self._watched = self.segment.watched.now()
         self._broadcast = in_ddp_forward()
 
     def abandon(self) -> None:
@@ -121,7 +122,7 @@ class Region:
                 "the segment, so a replay would start from the changed values; plan with the segment's start moved "
                 "past that operator, or make it out of place (inplace=False)"
             )
-        if self._pictures is not None and picture(inputs.objects) != self._pictures:
+        if self._objects is not None and by_attributes(inputs.objects) != self._objects:
             kinds = ", ".join(sorted({type(value).__name__ for value in inputs.objects}))
             raise ApplyError(
                 f"segment {where}: an argument object ({kinds}) was changed inside the segment, and a replay would "

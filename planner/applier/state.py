@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from ..errors import ApplyError, ReplayStateError
-from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of, versions_of
+from .internals import buffers_of, children_of, forward_hook_registries, is_sharded, parameters_of
 from .reads import Reads
+from .told import CONTAINERS, MOST_ITEMS, PLAIN, by_items, plainly, with_version
 
-State = list[Any]
-_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_ITEMS = 256
-"""A longer container is data rather than a setting, and is not looked into."""
 _DEPTH = 3
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))
 
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
+
+
+class State(NamedTuple):
+    """What is watched, at a moment; equal states are equal tuples.
+
+    The first three have an entry for each registered tensor, in one order; `settings` one for each path of
+    `Watched.paths`, in that order.
+
+    Attributes:
+        identities: `id` of each tensor.
+        versions: How often each was changed in place.
+        requires_grad: Of each.
+        settings: Attributes and what they hold, as `told.py` tells them.
+        dictionaries: Copies of the children and hooks of modules. One list serves all states until one of them changes.
+    """
+
+    identities: list[int]
+    versions: list[int]
+    requires_grad: list[bool]
+    settings: list[object]
+    dictionaries: list[dict[Any, Any]]
 
 
 class Watched:
@@ -94,9 +111,9 @@ class Watched:
             if not self.reads.reads_of(owner, name):
                 continue
             where = _join(path, name)
-            if type(value) in _SCALARS and name.isidentifier():
+            if type(value) in PLAIN and name.isidentifier():
                 scalars.append(name)
-            elif isinstance(value, _CONTAINERS):
+            elif isinstance(value, CONTAINERS):
                 self._owners.append((where, owner, name))
                 self._watch_inside(where, value, seen, depth)
             else:
@@ -114,11 +131,11 @@ class Watched:
     def _watch_inside(self, path: str, container: Any, seen: set[int], depth: int) -> None:
         """Watch the containers inside a container; the outermost one is read from its owner."""
         items = list(container.values() if isinstance(container, dict) else container)
-        if len(items) > _ITEMS or not depth or id(container) in seen:
+        if len(items) > MOST_ITEMS or not depth or id(container) in seen:
             return
         seen.add(id(container))
         for item in items:
-            if isinstance(item, _CONTAINERS):
+            if isinstance(item, CONTAINERS):
                 self._containers.append((path, item))
                 self._watch_inside(path, item, seen, depth - 1)
 
@@ -133,11 +150,12 @@ class Watched:
         """
         # With as little Python as can be, as this runs twice for every region.
         try:
-            tensors: list[Any] = [registry[name] for registry, name in self._registered]
-            state: State = [*map(id, tensors), *map(_version, tensors), *map(_requires_grad, tensors)]
-            scalars: list[Any] = []
+            held: list[Any] = [registry[name] for registry, name in self._registered]
+            identities, versions = list(map(id, held)), list(map(_version, held))
+            requires_grad = list(map(_requires_grad, held))
+            settings: list[object] = []
             for read, owner in self._readers:
-                scalars += read(owner)
+                settings += read(owner)
         except (KeyError, AttributeError) as error:
             gone = [name for registry, name in self._registered if registry.get(name) is None] or [str(error)]
             raise ApplyError(
@@ -145,21 +163,25 @@ class Watched:
                 "call remove() before such a change and make the plan again"
             ) from None
         # Plain data may have given way to something whose == does anything.
-        state += scalars if _SCALARS.issuperset(map(type, scalars)) else map(_told, scalars)
+        if not PLAIN.issuperset(map(type, settings)):
+            settings = list(map(plainly, settings))
         if self._owners:
-            state += [_contents(getattr(owner, name, None)) for _, owner, name in self._owners]
+            settings += [by_items(getattr(owner, name, None)) for _, owner, name in self._owners]
         if self._containers:
-            state += [_contents(container) for _, container in self._containers]
+            settings += [by_items(container) for _, container in self._containers]
         if self._objects:
             objects = [getattr(owner, name, None) for _, owner, name in self._objects]
-            state += map(_identity, objects)
+            settings += map(with_version, objects)
             # A tensor with a graph behind it is let go: it would keep the graph's memory.
-            tensors += [value for value in objects if getattr(value, "grad_fn", None) is None]
-        # One list stands for all dictionaries, and is made anew only when one of them changes.
+            held += [value for value in objects if getattr(value, "grad_fn", None) is None]
         if self._dictionaries != self._known:
             self._known = [dictionary.copy() for dictionary in self._dictionaries]
-        state.append(self._known)
-        return state, tensors
+        return State(identities, versions, requires_grad, settings, self._known), held
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the path of each of a state's settings: plain attributes, then containers, then other objects."""
+        return [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
 
     def refuse_change(self, before: State, after: State, *, broadcast: bool) -> None:
         """Refuse a replay that would not see what forward saw.
@@ -185,71 +207,32 @@ class Watched:
         # Under FSDP2 a parameter's shard and its gathered form take turns, which says nothing about its value.
         if is_sharded(self._root):
             return ""
-        count = len(self._names)
         for position, (kind, path) in enumerate(self._names):
-            was, now = before[position : 3 * count : count], after[position : 3 * count : count]
-            if was[0] != now[0]:
+            if before.identities[position] != after.identities[position]:
                 why = "weights substituted by functional_call or a parametrization are gone"
                 return f"{kind} {path!r} is another tensor ({why})"
-            if was[1] != now[1] and not (kind == "buffer" and broadcast):
+            if before.versions[position] != after.versions[position] and not (kind == "buffer" and broadcast):
                 why = " (an optimizer step between forward and backward?)" if kind == "parameter" else ""
                 return f"{kind} {path!r} was changed in place{why}"
-            if was[2] != now[2]:
-                return f"{kind} {path!r} has requires_grad {now[2]}, {was[2]} in forward"
+            was, now = before.requires_grad[position], after.requires_grad[position]
+            if was != now:
+                return f"{kind} {path!r} has requires_grad {now}, {was} in forward"
         return ""
 
     def _changed_setting(self, before: State, after: State) -> str:
-        first = 3 * len(self._names)
-        paths = [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
-        for path, was, now in zip(paths, before[first:-1], after[first:-1], strict=True):
+        for path, was, now in zip(self.paths, before.settings, after.settings, strict=True):
             if was != now:
                 return f"attribute {path!r} is {_short(now)}, {_short(was)} in forward"
-        return "" if before[-1] == after[-1] else "a child or a forward hook of its modules came, went or was replaced"
-
-
-class _Told(tuple[Any, ...]):
-    """Tell a value by what can be compared safely."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<object {self[0]:#x}>"
-
-
-def _told(value: object) -> object:
-    return value if type(value) in _SCALARS else _Told((id(value),))
-
-
-def _identity(value: object) -> object:
-    """Tell an object by identity, a tensor by its version too."""
-    if isinstance(value, torch.Tensor):
-        return _Told((id(value), *versions_of([value]), value.requires_grad))
-    return _told(value)
-
-
-def _contents(value: object) -> object:
-    """Tell a container by its items: plain ones by value, tensors and objects by identity."""
-    if not isinstance(value, _CONTAINERS):
-        return _identity(value)
-    if len(value) > _ITEMS:
-        return _Told((id(value), len(value)))
-    if isinstance(value, dict):
-        items = cast("dict[Any, object]", value)
-        return {key if type(key) in _SCALARS else id(key): _identity_in(item) for key, item in items.items()}
-    told = [_identity_in(item) for item in cast("list[object]", value)]
-    return set(told) if isinstance(value, (set, frozenset)) else told
-
-
-def _identity_in(item: object) -> object:
-    # A container inside is watched by itself.
-    return type(item) if isinstance(item, _CONTAINERS) else _identity(item)
+        if before.dictionaries == after.dictionaries:
+            return ""
+        return "a child or a forward hook of its modules came, went or was replaced"
 
 
 def _is_settings(value: object, attributes: dict[str, object]) -> bool:
     """Return whether an object is a configuration or the like: most of what it holds is plain data."""
-    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or len(attributes) > _ITEMS:
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or len(attributes) > MOST_ITEMS:
         return False
-    plain = sum(type(item) in _SCALARS or isinstance(item, _CONTAINERS) for item in attributes.values())
+    plain = sum(type(item) in PLAIN or isinstance(item, CONTAINERS) for item in attributes.values())
     return plain >= 0.8 * len(attributes)
 
 
