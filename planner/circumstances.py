@@ -70,8 +70,3 @@ def autocast_now(kind: str) -> dict[str, str]:
         for name in kinds
         if torch.is_autocast_enabled(name)
     }
-
-
-def device_words(device: torch.device) -> str:
-    """Return a kind of device, and the name of the device where it has one."""
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type

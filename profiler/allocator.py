@@ -79,13 +79,13 @@ class _Counted:
         outermost, position = not self._peaks, len(self.measured)
         self.measured.append((0, 0))
         self._fold(wait=outermost)
-        before = torch.cuda.memory_allocated(self._place.device)
+        before = self._place.allocated_bytes()
         self._peaks.append(before)
         try:
             return call()
         finally:
             self._fold(wait=outermost)
-            peak, after = self._peaks.pop(), torch.cuda.memory_allocated(self._place.device)
+            peak, after = self._peaks.pop(), self._place.allocated_bytes()
             self.measured[position] = (peak - before, after - before)
 
     def _fold(self, *, wait: bool) -> None:
@@ -93,9 +93,8 @@ class _Counted:
         # The allocator counts on the host, at once: only what other streams still hold must be waited for.
         if wait:
             self._place.synchronize()
-        peak = torch.cuda.max_memory_allocated(self._place.device)
+        peak = self._place.take_peak_bytes()
         self._peaks = [max(known, peak) for known in self._peaks]
-        torch.cuda.reset_peak_memory_stats(self._place.device)
 
 
 def _inside_marks(profiler: Any) -> list[tuple[int, int]]:

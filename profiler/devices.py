@@ -37,10 +37,20 @@ class Device:
 
     device: torch.device
 
+    @staticmethod
+    def is_there() -> bool:
+        """Return whether torch finds a device of this kind here."""
+        return True
+
     @property
     def name(self) -> str:
         """Return what a user would call it."""
         return "CPU"
+
+    @property
+    def words(self) -> str:
+        """Return its kind, and its name where it has one."""
+        return self.device.type
 
     @property
     def round_to(self) -> int:
@@ -110,6 +120,10 @@ class Device:
         """Return what tensors take now, where the allocator counts it; else 0."""
         return 0
 
+    def take_peak_bytes(self) -> int:
+        """Return the most that tensors took since the last call, where the allocator counts it; else 0."""
+        return 0
+
     def reserved_bytes(self) -> int:
         """Return what the allocator has taken for them, where it keeps more than they take; else 0."""
         return 0
@@ -135,10 +149,20 @@ class CudaDevice(Device):
 
     __slots__ = ()
 
+    @staticmethod
+    def is_there() -> bool:
+        """Return whether torch finds a card here."""
+        return torch.cuda.is_available()
+
     @property
     def name(self) -> str:
         """Return the card's name."""
         return torch.cuda.get_device_name(self.device)
+
+    @property
+    def words(self) -> str:
+        """Return its kind and its name."""
+        return f"{self.device.type} ({self.name})"
 
     @property
     def round_to(self) -> int:
@@ -216,6 +240,12 @@ class CudaDevice(Device):
     def allocated_bytes(self) -> int:
         """Return what tensors take now."""
         return torch.cuda.memory_allocated(self.device)
+
+    def take_peak_bytes(self) -> int:
+        """Return the most that tensors took since the last call; the allocator counts anew from here."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def reserved_bytes(self) -> int:
         """Return what the allocator has taken for them."""

@@ -11,7 +11,6 @@ from remat.profiler.step import Step
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-torch.set_num_threads(1)
 PATHS = {"default": {}, "a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 

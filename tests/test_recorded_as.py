@@ -14,7 +14,6 @@ from remat.profiler.step import Step
 from torch import nn
 from torch.nn import functional
 
-torch.set_num_threads(1)
 A100, V100 = card("a100-40gb"), card("v100-16gb")
 FLASH, EFFICIENT = (
     "aten._scaled_dot_product_flash_attention.default",

@@ -12,8 +12,6 @@ from remat.profiler.repeatability import Repeatability
 from remat.profiler.results import Results
 from torch import nn
 
-torch.set_num_threads(1)
-
 
 def mean_square(out):
     return out.square().mean()

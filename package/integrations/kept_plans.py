@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from remat.planner import Plan, PlanFileError
-from remat.planner.circumstances import autocast_now, device_words
+from remat.planner.circumstances import autocast_now
 from remat.planner.fingerprint import Fingerprint
+from remat.profiler.devices import device_of
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -61,7 +62,7 @@ def _key(asked: Mapping[str, object], model: nn.Module, batch: object) -> str:
         "training": model.training,
         "batch": [_words(leaf) for leaf in pytree.tree_leaves(batch)],
         "autocast": autocast_now(device.type),
-        "device": device_words(device),
+        "device": device_of(device).words,
         "versions": {package: _version(package) for package in _VERSIONS},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

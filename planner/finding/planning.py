@@ -20,7 +20,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..bridge.scope import Scope
 from ..budget import BudgetError, check_share, format_bytes, parse_budget
-from ..circumstances import Circumstances, autocast_now, device_words
+from ..circumstances import Circumstances, autocast_now
 from ..errors import InfeasibleBudgetError, PlanError
 from ..fingerprint import Fingerprint
 from ..options import StepKeywords, StepOptions
@@ -405,7 +405,7 @@ class Planner:
             status=str(solution.status.value),
             circumstances=Circumstances(
                 autocast=self.autocast,
-                device=device_words(self.session.device),
+                device=self.session.place.words,
                 accumulation=recorded.accumulation,
                 holds_output=self.options.holds_output,
                 optimizer=self.options.optimizer_name,

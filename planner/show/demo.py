@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from ...profiler.devices import CudaDevice
 from ..compare import Comparison, compare
 from ..errors import PlanError
 from ..finding.planning import Planner
@@ -88,9 +89,9 @@ def run_demo(
         PlanError: transformers or the device is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not CudaDevice.is_there():
         raise PlanError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    model, batch = demo_model(device or ("cuda" if torch.cuda.is_available() else "cpu"), small=small)
+    model, batch = demo_model(device or ("cuda" if CudaDevice.is_there() else "cpu"), small=small)
     budgets = SMALL_BUDGETS if small else BUDGETS
     limit_s = SMALL_TIME_LIMIT_S if small else TIME_LIMIT_S
     console.rule("1. Where the memory is")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ...profiler.devices import CudaDevice
 from ...profiler.step import Loss
 from ..errors import PlanError
 from ..patterns import matching
@@ -43,7 +44,7 @@ class Subject:
         Raises:
             FactoryError: There is no such device here.
         """
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not CudaDevice.is_there():
             raise FactoryError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
         def moved(batch: object) -> object:
