@@ -1,4 +1,29 @@
-"""The errors of planning and applying: one small tree, every message with a value, a limit and a next step."""
+"""The errors of planning and applying: one small tree, every message with a value, a limit and a next step.
+
+All that the library raises, wherever it is defined. A ValueError is for what a user can mend before calling again:
+
+    ValueError
+    ├── PlanError                a plan, or what it is asked with
+    │   ├── BudgetError          a budget, share, solver or effort that cannot be read
+    │   ├── InfeasibleBudgetError    no plan fits; carries the plan of the least peak
+    │   ├── PlanFileError        a file that is no plan of this schema
+    │   ├── PlanMismatchError    a plan of another model
+    │   ├── ApplyError           a segment that cannot be applied, or not replayed as it ran
+    │   └── FactoryError         a command that gets no model and batch
+    ├── BatchError               a batch, loss, optimizer or option of the step that cannot be used
+    ├── DeviceError              a kind of device that steps are not measured on
+    ├── CardError                a card whose data sheet is not known
+    ├── DisturbedError           a step whose effects could not be undone
+    ├── ProfileFileError         a file that is no profile of this schema
+    └── BudgetTooSmallError      a solver's; `plan` turns it into an InfeasibleBudgetError
+    RuntimeError
+    ├── ReplayStateError         backward found the model other than forward left it: gradients would be wrong
+    └── DryRunError              fake tensors cannot follow the model; `profile` records a real step instead
+
+What is raised and caught inside: DryRunFailedError (a planned step that fails where the plain one does not),
+DeviceFullError (a capacity given to the model of the allocator), TooManySetsError and TooManyStatesError (a graph too
+large to search).
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,3 +404,14 @@ def test_a_thousand_damaged_files_are_refused_or_are_plans(tmp_path):
             apply(model, read).remove()
         assert "forward" not in vars(model.blocks[0])
     assert outcomes["refused"] > 500
+
+
+def test_every_error_of_the_library_is_in_the_drawing_of_all_errors():
+    import remat.planner.errors
+
+    defined = set()
+    for folder in ("package", "planner", "profiler", "solvers"):
+        for path in (Path(__file__).parent.parent / folder).rglob("*.py"):
+            defined |= set(re.findall(r"^class (?!_)(\w+Error)\(", path.read_text(), re.MULTILINE))
+    drawn = set(re.findall(r"\b[A-Z]\w+Error\b", remat.planner.errors.__doc__))
+    assert drawn == defined | {"ValueError", "RuntimeError"}
