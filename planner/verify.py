@@ -27,8 +27,6 @@ from .plan import Plan, percent_range
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TOO_LARGE = "the unmodified model does not fit"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verification:
@@ -104,7 +102,6 @@ class Verification:
         return f"<Verification: {verdict} against {self.against}, peak {peak}, added time {added}>"
 
     def _repr_html_(self) -> str:
-        first, *others = str(self).splitlines()
         unplanned = _bytes(self.unplanned_measured_peak_bytes)
         rows = [
             ("peak", _bytes(self.predicted_peak_bytes), _bytes(self.measured_peak_bytes), unplanned),
@@ -115,23 +112,27 @@ class Verification:
                 "",
             ),
         ]
-        remarks = [line for line in others if line.startswith(("NOT", "the unmodified"))]
         header = ("", "predicted", "measured", "unplanned")
-        return html_table(first, header, rows, notes=remarks)
+        return html_table(self._verdict(), header, rows, notes=self._remarks())
 
-    def __str__(self) -> str:
+    def _verdict(self) -> str:
         verdict = "exact" if self.exact else "NOT exact"
-        lines = [
+        return (
             f"{verdict} against {self.against}: loss {self.loss}; gradients {self.gradients}; buffers {self.buffers}; "
             f"random state {'equal' if self.random_state_equal else 'differs'}"
-        ]
+        )
+
+    def _remarks(self) -> list[str]:
+        remarks: list[str] = []
         if not self.within_budget:
-            lines.append(
-                f"NOT within the budget: {_bytes(self.measured_peak_bytes)} measured, "
-                f"{_bytes(self.budget_bytes)} allowed"
-            )
+            measured, budget = _bytes(self.measured_peak_bytes), _bytes(self.budget_bytes)
+            remarks.append(f"NOT within the budget: {measured} measured, {budget} allowed")
         if not self.repeatable:
-            lines.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
+            remarks.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
+        return remarks
+
+    def __str__(self) -> str:
+        lines = [self._verdict(), *self._remarks()]
         predicted, measured = _bytes(self.predicted_peak_bytes), _bytes(self.measured_peak_bytes)
         unplanned, budget = _bytes(self.unplanned_measured_peak_bytes), _bytes(self.budget_bytes)
         if self.ranks == 1:

@@ -113,7 +113,7 @@ def _stack(axis: Axes, timeline: Timeline, uses: Sequence[str], unit: int, by: s
 
 def _name_phases(axis: Axes, timeline: Timeline, by: str) -> None:
     for label, start in timeline.phases():
-        at, at_end = timeline.moments(by)[start], label.startswith("optimizer")
+        at, at_end = timeline.moments(by)[start], start >= timeline.backward_stop
         axis.axvline(at, color=INK, linewidth=0.8, linestyle=":")
         axis.annotate(
             label,
