@@ -58,8 +58,10 @@ def test_every_solver_is_in_the_readmes_table():
     assert named == set(SOLVERS)
 
 
-def test_every_path_the_readme_names_exists():
-    names = re.findall(r"`((?:planner|profiler|solvers|tests|benchmarks|examples|notebooks)/[\w./]*)`", README)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_path_that_a_page_names_exists(page: str):
+    folders = "package|planner|profiler|solvers|tests|benchmarks|examples|notebooks|docs"
+    names = re.findall(rf"`((?:{folders})/[\w./]*)`", (ROOT / page).read_text())
     assert names
     assert [name for name in names if not (ROOT / name).exists()] == []
 

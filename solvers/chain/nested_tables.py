@@ -40,7 +40,10 @@ class TooManyStatesError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A boundary of an inner level: what is visible and held there; see above for `offset`."""
+    """A boundary of an inner level: what is visible and held there.
+
+    `k` units of room at the state are `k * unit + offset` bytes, with an offset in [0, unit).
+    """
 
     position: int
     visible: int
@@ -148,6 +151,8 @@ class NestedTables:
     def _expand(self, state: _State) -> None:
         """List the steps that leave a state, whatever the parent."""
         for edge in self._edges.leave(state.position, state.visible, state.held):
+            # A state met first by this edge has the offset with which the edge passes on whole units:
+            # k * unit + state.offset - added = (k - shift) * unit + offset. Met before, it has its own.
             offset = (state.offset - edge.added_bytes) % self.unit
             target = self._state(edge.stop, edge.visible, edge.held, offset)
             shift = self._rounded(edge.added_bytes + target.offset - state.offset)
@@ -201,7 +206,12 @@ class NestedTables:
         return row
 
     def _allowed(self, state: _State, stop: int) -> Iterator[tuple[_Step, int]]:
-        """Yield the steps that a parent ending at `stop` allows, each with the units that it needs there."""
+        """Yield the steps that a parent ending at `stop` allows, each with the units that it needs there.
+
+        A replay of the parent runs up to its last stage that saves something, and a child there would end the body in a
+        checkpoint, which torch replays another number of times than counted. So children end before that stage, and only
+        steps that begin at it or before need room for the replay's forward moments.
+        """
         last_saver = self.tables.last_saver[stop]
         entry = int(self.tables.entry_extra[stop - 1])
         for step in state.steps:

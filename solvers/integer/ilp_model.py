@@ -266,7 +266,9 @@ class ModelBuilder:
     ) -> list[_Expression]:
         """Return sums that are at most 1 each and whose largest says whether a tensor is held up to a position.
 
-        Items that cover one and the same stage exclude each other, and so do items that start together.
+        Valid because a plan has one item at a stage: items that cover one and the same stage exclude each other, and so
+        do items that start together. A sum over such items is 0 or 1. Where nothing ties two groups together, each is a
+        sum of its own, and the larger of them says whether the tensor is held.
 
         Args:
             rank: The tensor.
@@ -313,7 +315,9 @@ class ModelBuilder:
                 lingering = now
             limit = self.room - self._bytes(int(alive[stage]))
             if limit < 0:
+                # What every plan has in use is over the limit here: a row that nothing satisfies says so.
                 self._at_most({self.model.kept[0]: 0.0}, limit)
+            # Where all that could linger fits, no row is needed.
             if lingering is not None and most > limit:
                 self._at_most({lingering: 1.0}, limit)
 
