@@ -45,7 +45,7 @@ _PLAIN = tuple(PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class Mentions:
     """What one piece of code mentions.
 
     Attributes:
@@ -62,7 +62,7 @@ class Names:
 
 
 @cache
-def names_in(code: CodeType) -> Names:
+def names_in(code: CodeType) -> Mentions:
     """Return what a function's code and the functions inside it mention."""
     read: set[str] = set()
     stored: set[str] = set()
@@ -91,7 +91,7 @@ def names_in(code: CodeType) -> Names:
     inside = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     first = code.co_varnames[0] if code.co_argcount else None
     own = [r is not None and r.opname == "LOAD_FAST" and r.argval == first for r in receivers]
-    return Names(
+    return Mentions(
         read=frozenset(read.union(*(names.read for names in inside))),
         stored=frozenset(stored.union(*(names.stored for names in inside))),
         own=any(own),
