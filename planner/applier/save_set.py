@@ -19,14 +19,15 @@ from .keeping import Indices, Keep, Kept, Take
 if TYPE_CHECKING:
     from .thread_state import ThreadStates
 
-Names = tuple[tuple[str, tuple[int, ...]], ...]
+NamedCalls = tuple[tuple[str, tuple[int, ...]], ...]
+"""Pairs of an operator's name and the sorted indices of its calls."""
 
 
 class SaveSet:
     """Make the two contexts of each run of a segment: keep the n-th calls of the named operators, replay all else.
 
     Attributes:
-        names: Pairs of an operator's name and the sorted indices of the calls kept.
+        names: The calls kept.
     """
 
     __slots__ = ("_runs", "_told", "_where", "names")
@@ -40,7 +41,7 @@ class SaveSet:
                     "have; expected a name like 'aten.addmm.default'; import the library that defines it, or plan again"
                 )
             kept.setdefault(saved.operator, set()).add(saved.index)
-        self.names: Names = tuple((name, tuple(sorted(indices))) for name, indices in kept.items())
+        self.names: NamedCalls = tuple((name, tuple(sorted(indices))) for name, indices in kept.items())
         self._where = where
         self._runs = 0
         self._told = False
@@ -73,7 +74,7 @@ def _nothing() -> None:
     pass
 
 
-def traced_contexts(names: Names) -> tuple[Any, Any]:
+def traced_contexts(names: NamedCalls) -> tuple[Any, Any]:
     """Return the two contexts of one region that the compiler traces: torch's own, which it knows."""
     return create_selective_checkpoint_contexts(_Policy(_indices(names)))
 
@@ -95,7 +96,7 @@ class _Policy:
 
 
 @cache
-def _indices(names: Names) -> Indices:
+def _indices(names: NamedCalls) -> Indices:
     return {_find(name): frozenset(indices) for name, indices in names}
 
 

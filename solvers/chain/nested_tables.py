@@ -209,8 +209,8 @@ class NestedTables:
         """Yield the steps that a parent ending at `stop` allows, each with the units that it needs there.
 
         A replay of the parent runs up to its last stage that saves something, and a child there would end the body in a
-        checkpoint, which torch replays another number of times than counted. So children end before that stage, and only
-        steps that begin at it or before need room for the replay's forward moments.
+        checkpoint, which torch replays another number of times than counted. So children end before that stage, and
+        only steps that begin at it or before need room for the replay's forward moments.
         """
         last_saver = self.tables.last_saver[stop]
         entry = int(self.tables.entry_extra[stop - 1])
