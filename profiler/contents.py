@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .reach import MISSING
+from .places import MISSING
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

@@ -17,16 +17,14 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from .internals import FakeTensor, is_cached_function, tensor_hooks
-
-MISSING = object()
-"""Stands where a name has no value."""
+from .places import Cell, ClassAttribute, Name, Place, SlotOf
 
 _PLAIN = frozenset(
     (
@@ -48,88 +46,6 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _MAKERS = frozenset(("__init__", "__new__", "__init_subclass__", "__reduce__", "__setstate__", "__getstate__"))
 """Methods that run when an object is made or copied, and not in a step, unless they are mentioned."""
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-
-
-class Name(NamedTuple):
-    """A name in a module's globals."""
-
-    owner: dict[str, Any]
-    key: str
-
-    def read(self) -> Any:
-        """Return its value, or MISSING."""
-        return self.owner.get(self.key, MISSING)
-
-    def write(self, value: Any) -> None:
-        """Give it a value; MISSING takes it away."""
-        if value is MISSING:
-            self.owner.pop(self.key, None)
-        else:
-            self.owner[self.key] = value
-
-
-class ClassAttribute(NamedTuple):
-    """An attribute of a class."""
-
-    owner: type
-    key: str
-
-    def read(self) -> Any:
-        """Return its value, or MISSING."""
-        return vars(self.owner).get(self.key, MISSING)
-
-    def write(self, value: Any) -> None:
-        """Give it a value; MISSING takes it away."""
-        if value is not MISSING:
-            setattr(self.owner, self.key, value)
-        elif self.key in vars(self.owner):
-            delattr(self.owner, self.key)
-
-
-class Cell(NamedTuple):
-    """A variable that a closure captured."""
-
-    owner: types.CellType
-    key: str
-
-    def read(self) -> Any:
-        """Return its value, or MISSING."""
-        try:
-            return self.owner.cell_contents
-        except ValueError:
-            return MISSING
-
-    def write(self, value: Any) -> None:
-        """Give it a value; MISSING takes it away."""
-        if value is MISSING:
-            del self.owner.cell_contents
-        else:
-            self.owner.cell_contents = value
-
-
-class SlotOf(NamedTuple):
-    """An attribute that an object keeps in a slot."""
-
-    owner: Any
-    key: str
-    descriptor: Any
-
-    def read(self) -> Any:
-        """Return its value, or MISSING."""
-        try:
-            return self.descriptor.__get__(self.owner)
-        except AttributeError:
-            return MISSING
-
-    def write(self, value: Any) -> None:
-        """Give it a value; MISSING takes it away."""
-        if value is MISSING:
-            self.descriptor.__delete__(self.owner)
-        else:
-            self.descriptor.__set__(self.owner, value)
-
-
-Place = Name | ClassAttribute | Cell | SlotOf
 
 
 class Reach:
