@@ -19,8 +19,7 @@ from ..problem import Candidate, Problem
 from ..simulate import replay_ns
 from ..tables import Tables
 from .replay_moments import replay_moments
-
-_Expression = dict[pulp.LpVariable, float]
+from .rows import Expression, Rows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,12 +62,12 @@ class ModelBuilder:
         self.candidates = [item for item in problem.candidates if tables.last_saver[item.stop] >= item.start]
         self.save_sets = save_sets
         most = max((item.replay_ns + item.selective_ns for item in self.candidates), default=1)
-        self.model = IlpModel(programme=pulp.LpProblem("checkpoints", pulp.LpMinimize), unit_ns=max(1.0, most / 1000))
-        self.objective: _Expression = defaultdict(float)
+        self.rows = Rows()
+        self.model = IlpModel(programme=self.rows.programme, unit_ns=max(1.0, most / 1000))
+        self.objective: Expression = defaultdict(float)
         self.kept_tensors: dict[int, pulp.LpVariable] = {}
         self.held: list[pulp.LpVariable] = []
         self.kept_before: list[pulp.LpVariable] = []
-        self.rows = 0
 
     def build(self) -> IlpModel:
         """Return the programme."""
@@ -84,33 +83,20 @@ class ModelBuilder:
     def _bytes(self, nbytes: int) -> float:
         return nbytes / self.unit
 
-    def _continuous(self, name: str) -> pulp.LpVariable:
-        return self.model.programme.add_variable(name, lowBound=0)
-
-    def _at_most(self, expression: _Expression, limit: float) -> None:
-        constraint = pulp.LpConstraint(pulp.LpAffineExpression(expression), pulp.LpConstraintLE, rhs=limit)
-        self.model.programme.addConstraint(constraint, f"r{self.rows}")
-        self.rows += 1
-
-    def _equal(self, expression: _Expression, value: float) -> None:
-        constraint = pulp.LpConstraint(pulp.LpAffineExpression(expression), pulp.LpConstraintEQ, rhs=value)
-        self.model.programme.addConstraint(constraint, f"r{self.rows}")
-        self.rows += 1
-
     def _add_variables(self) -> None:
         model, tables = self.model, self.tables
-        model.kept = [model.programme.add_variable(f"kept_{stage}", cat=pulp.LpBinary) for stage in range(self.count)]
+        model.kept = [self.rows.binary(f"kept_{stage}") for stage in range(self.count)]
         for item in self.candidates:
             place = (item.start, item.stop)
-            model.plain[place] = model.programme.add_variable(f"plain_{item.start}_{item.stop}", cat=pulp.LpBinary)
+            model.plain[place] = self.rows.binary(f"plain_{item.start}_{item.stop}")
             self.objective[model.plain[place]] = replay_ns(tables, *place, ()) / model.unit_ns
             if self.save_sets and item.operators:
-                chosen = model.programme.add_variable(f"selective_{item.start}_{item.stop}", cat=pulp.LpBinary)
+                chosen = self.rows.binary(f"selective_{item.start}_{item.stop}")
                 model.selective[place] = chosen
                 self.objective[chosen] = (item.replay_ns + item.selective_ns) / model.unit_ns
                 for index in item.operators:
                     if index not in model.operators:
-                        operator = model.programme.add_variable(f"operator_{index}", cat=pulp.LpBinary)
+                        operator = self.rows.binary(f"operator_{index}")
                         model.operators[index] = operator
                         self.objective[operator] = -tables.operators[index].forward_ns / model.unit_ns
 
@@ -125,7 +111,7 @@ class ModelBuilder:
         Valid because items are intervals: a one-level plan, kept stages included, is a path from boundary to boundary,
         and every unit flow of binaries is one.
         """
-        flow: list[_Expression] = [defaultdict(float) for _ in range(self.count + 1)]
+        flow: list[Expression] = [defaultdict(float) for _ in range(self.count + 1)]
         for stage, variable in enumerate(self.model.kept):
             flow[stage][variable] += 1.0
             flow[stage + 1][variable] -= 1.0
@@ -134,7 +120,7 @@ class ModelBuilder:
                 flow[item.start][variable] += 1.0
                 flow[item.stop][variable] -= 1.0
         for position in range(self.count):
-            self._equal(flow[position], 1.0 if position == 0 else 0.0)
+            self.rows.equal(flow[position], 1.0 if position == 0 else 0.0)
 
     def _add_save_sets(self) -> None:
         """Keep an operator only where a segment with a save set that may name it is chosen.
@@ -153,15 +139,15 @@ class ModelBuilder:
                 self._keep_cost_positive(item, selective)
         makers: dict[int, list[pulp.LpVariable]] = defaultdict(list)
         for index, variable in model.operators.items():
-            self._at_most({variable: 1.0, **dict.fromkeys(containing[index], -1.0)}, 0.0)
+            self.rows.at_most({variable: 1.0, **dict.fromkeys(containing[index], -1.0)}, 0.0)
             for rank in tables.outputs((index,)):
                 makers[rank].append(variable)
         for rank, variables in makers.items():
-            kept = variables[0] if len(variables) == 1 else self._continuous(f"output_{rank}")
+            kept = variables[0] if len(variables) == 1 else self.rows.continuous(f"output_{rank}")
             self.kept_tensors[rank] = kept
             if len(variables) > 1:
                 for variable in variables:
-                    self._at_most({variable: 1.0, kept: -1.0}, 0.0)
+                    self.rows.at_most({variable: 1.0, kept: -1.0}, 0.0)
 
     def _keep_cost_positive(self, item: Candidate, selective: pulp.LpVariable) -> None:
         """Add what a segment's save set saves beyond its whole replay back to the objective.
@@ -174,12 +160,12 @@ class ModelBuilder:
         if excess <= 0:
             return
         unit = self.model.unit_ns
-        back = self._continuous(f"excess_{item.start}_{item.stop}")
+        back = self.rows.continuous(f"excess_{item.start}_{item.stop}")
         self.objective[back] = 1.0
         saved = {self.model.operators[i]: self.tables.operators[i].forward_ns / unit for i in item.operators}
-        self._at_most({**saved, back: -1.0, selective: excess / unit}, (total + excess) / unit)
+        self.rows.at_most({**saved, back: -1.0, selective: excess / unit}, (total + excess) / unit)
 
-    def _add_holding(self) -> dict[int, _Expression]:
+    def _add_holding(self) -> dict[int, Expression]:
         """Add the running sums of held bytes; return for each tensor whether anything holds it.
 
         `held_p` is at least what items that start at `p` or before hold, save sets made before `p` included: the sum up
@@ -188,29 +174,29 @@ class ModelBuilder:
         bytes alone, so that a segment can tell those made inside it.
         """
         events = self._events()
-        gains: list[_Expression] = [defaultdict(float) for _ in range(self.count + 1)]
-        final: dict[int, _Expression] = {}
+        gains: list[Expression] = [defaultdict(float) for _ in range(self.count + 1)]
+        final: dict[int, Expression] = {}
         for rank, places in events.items():
             final[rank] = self._hold(rank, places, gains)
         previous: pulp.LpVariable | None = None
         for position in range(self.count):
-            held = self._continuous(f"held_{position}")
-            row: _Expression = defaultdict(float, gains[position])
+            held = self.rows.continuous(f"held_{position}")
+            row: Expression = defaultdict(float, gains[position])
             row[held] -= 1.0
             if previous is not None:
                 row[previous] += 1.0
-            self._at_most(row, 0.0)
+            self.rows.at_most(row, 0.0)
             self.held.append(held)
             previous = held
-        made: list[_Expression] = [defaultdict(float) for _ in range(self.count)]
+        made: list[Expression] = [defaultdict(float) for _ in range(self.count)]
         for rank, variable in self.kept_tensors.items():
             made[int(self.tables.producer[rank])][variable] += self._bytes(int(self.tables.weight[rank]))
-        self.kept_before = [self._continuous(f"save_sets_before_{stage}") for stage in range(self.count + 1)]
+        self.kept_before = [self.rows.continuous(f"save_sets_before_{stage}") for stage in range(self.count + 1)]
         for stage in range(self.count):
             row = made[stage]
             row[self.kept_before[stage]] = 1.0
             row[self.kept_before[stage + 1]] = -1.0
-            self._equal(row, 0.0)
+            self.rows.equal(row, 0.0)
         return final
 
     def _events(self) -> dict[int, dict[int, list[pulp.LpVariable]]]:
@@ -231,7 +217,7 @@ class ModelBuilder:
             events[rank][int(tables.producer[rank]) + 1].append(variable)
         return events
 
-    def _hold(self, rank: int, places: dict[int, list[pulp.LpVariable]], gains: list[_Expression]) -> _Expression:
+    def _hold(self, rank: int, places: dict[int, list[pulp.LpVariable]], gains: list[Expression]) -> Expression:
         """Add one tensor's bytes to the positions where it may be held first.
 
         Valid because a tensor counts once however many hold it: `holds_t_p` is the largest of the sums that say so up
@@ -242,18 +228,18 @@ class ModelBuilder:
         users = {*self.tables.consumers[rank], *self.tables.holders[rank]}
         if rank in self.kept_tensors:
             users.add(producer)
-        so_far: _Expression = {}
+        so_far: Expression = {}
         for position in sorted(places):
-            starting: _Expression = dict.fromkeys(places[position], 1.0)
+            starting: Expression = dict.fromkeys(places[position], 1.0)
             parts = self._exclusive_sums(rank, position, so_far, starting, len(users) == 1)
             if len(parts) == 1:
                 now = parts[0]
             else:
-                variable = self._continuous(f"holds_{rank}_{position}")
+                variable = self.rows.continuous(f"holds_{rank}_{position}")
                 now = {variable: 1.0}
                 for part in parts:
-                    self._at_most({**part, variable: -1.0}, 0.0)
-            gain: _Expression = defaultdict(float, now)
+                    self.rows.at_most({**part, variable: -1.0}, 0.0)
+            gain: Expression = defaultdict(float, now)
             for variable, value in so_far.items():
                 gain[variable] -= value
             for variable, value in gain.items():
@@ -262,8 +248,8 @@ class ModelBuilder:
         return so_far
 
     def _exclusive_sums(
-        self, rank: int, position: int, so_far: _Expression, starting: _Expression, alone: bool
-    ) -> list[_Expression]:
+        self, rank: int, position: int, so_far: Expression, starting: Expression, alone: bool
+    ) -> list[Expression]:
         """Return sums that are at most 1 each and whose largest says whether a tensor is held up to a position.
 
         Valid because a plan has one item at a stage: items that cover one and the same stage exclude each other, and so
@@ -287,7 +273,7 @@ class ModelBuilder:
         others = {variable: value for variable, value in starting.items() if variable is not kept}
         return [part for part in ({**so_far, kept: 1.0}, others) if part]
 
-    def _add_forward_moments(self, final: dict[int, _Expression]) -> None:
+    def _add_forward_moments(self, final: dict[int, Expression]) -> None:
         """Bound what is alive as each stage runs: what is still in use, and what is held beyond its last use.
 
         Valid because what is in use does not depend on the plan, and a tensor lingers behind its last use exactly when
@@ -301,25 +287,25 @@ class ModelBuilder:
         lingering: pulp.LpVariable | None = None
         most = 0.0
         for stage in range(count):
-            row: _Expression = defaultdict(float)
+            row: Expression = defaultdict(float)
             for rank in lost.get(stage - 1, ()):
                 most += self._bytes(int(tables.weight[rank]))
                 for variable, value in final[rank].items():
                     row[variable] += value * self._bytes(int(tables.weight[rank]))
             if row:
-                now = self._continuous(f"lingering_{stage}")
+                now = self.rows.continuous(f"lingering_{stage}")
                 row[now] -= 1.0
                 if lingering is not None:
                     row[lingering] += 1.0
-                self._at_most(row, 0.0)
+                self.rows.at_most(row, 0.0)
                 lingering = now
             limit = self.room - self._bytes(int(alive[stage]))
             if limit < 0:
                 # What every plan has in use is over the limit here: a row that nothing satisfies says so.
-                self._at_most({self.model.kept[0]: 0.0}, limit)
+                self.rows.at_most({self.model.kept[0]: 0.0}, limit)
             # Where all that could linger fits, no row is needed.
             if lingering is not None and most > limit:
-                self._at_most({lingering: 1.0}, limit)
+                self.rows.at_most({lingering: 1.0}, limit)
 
     def _add_backward_moments(self) -> None:
         """Bound the moment at which backward comes to the item that starts at each position.
@@ -329,7 +315,7 @@ class ModelBuilder:
         """
         tables = self.tables
         limit = self.room - self._bytes(tables.outliving_bytes)
-        rows: list[_Expression] = [defaultdict(float) for _ in range(self.count)]
+        rows: list[Expression] = [defaultdict(float) for _ in range(self.count)]
         for stage in range(self.count):
             rows[stage][self.held[stage]] = 1.0
             rows[stage][self.model.kept[stage]] = self._bytes(int(tables.backward_extra[stage]))
@@ -339,7 +325,7 @@ class ModelBuilder:
             if place in self.model.selective:
                 self._bound_selective(item, limit)
         for row in rows:
-            self._at_most(row, limit)
+            self.rows.at_most(row, limit)
 
     def _bound_selective(self, item: Candidate, limit: float) -> None:
         """Bound the moments of a segment with a save set that no other of its moments outweighs.
@@ -355,7 +341,7 @@ class ModelBuilder:
         plain_bytes = self._bytes(leaf_peaks(tables)[item.start, item.stop])
         names = frozenset(tables.outputs(item.operators))
         for moment in replay_moments(tables, item, names):
-            row: _Expression = defaultdict(float)
+            row: Expression = defaultdict(float)
             row[self.held[item.start]] = 1.0
             row[chosen] = self._bytes(moment.nbytes)
             row[self.model.plain[item.start, item.stop]] = plain_bytes
@@ -366,4 +352,4 @@ class ModelBuilder:
                 row[self.kept_before[moment.ahead]] -= 1.0
             for rank in moment.uncounted:
                 row[self.kept_tensors[rank]] += self._bytes(int(tables.weight[rank]))
-            self._at_most(row, limit)
+            self.rows.at_most(row, limit)
