@@ -33,42 +33,50 @@ def cut(
         if storage.saved_by and storage.kind == "activation":
             first_saved[storage.saved_by[0]] += storage.nbytes
     before = [0, *accumulate(first_saved)]
-    children: dict[int, list[int]] = {}
-    for index, call in enumerate(calls):
-        if call.stop > call.start:
-            children.setdefault(call.parent, []).append(index)
-    names = _names(calls)
-
-    def pieces(call: int, start: int, stop: int) -> list[StageSpan]:
-        spans: list[StageSpan] = []
-        own = f"{names[call]} (own operators)" if call >= 0 else "(loss)"
-        position = start
-        for child in children.get(call, []):
-            if calls[child].start > position:
-                spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=calls[child].start))
-            spans.append(
-                StageSpan(name=names[child], call=child, is_call=True, start=calls[child].start, stop=calls[child].stop)
-            )
-            position = calls[child].stop
-        if stop > position:
-            spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=stop))
-        return spans
-
+    tree = _CallTree(calls)
     final: list[StageSpan] = []
     heap: list[tuple[int, int, StageSpan]] = []
 
     def push(spans: list[StageSpan]) -> None:
         for span in spans:
-            if span.is_call and children.get(span.call):
+            if span.is_call and tree.children.get(span.call):
                 heapq.heappush(heap, (before[span.start] - before[span.stop], span.start, span))
             else:
                 final.append(span)
 
-    push(pieces(-1, 0, operator_count))
+    push(tree.pieces(-1, 0, operator_count))
     while heap and -heap[0][0] > share * before[-1]:
         _, _, span = heapq.heappop(heap)
-        push(pieces(span.call, span.start, span.stop))
+        push(tree.pieces(span.call, span.start, span.stop))
     return tuple(sorted([*final, *(span for _, _, span in heap)], key=lambda span: span.start))
+
+
+class _CallTree:
+    """The module calls that run operators, by the call around them; -1 stands for what is around all."""
+
+    def __init__(self, calls: Sequence[ModuleCall]) -> None:
+        self.children: dict[int, list[int]] = {}
+        for index, call in enumerate(calls):
+            if call.stop > call.start:
+                self.children.setdefault(call.parent, []).append(index)
+        self._calls = calls
+        self._names = _names(calls)
+
+    def pieces(self, call: int, start: int, stop: int) -> list[StageSpan]:
+        """Return the operators of a call in order: its children's, and between them its own."""
+        spans: list[StageSpan] = []
+        own = f"{self._names[call]} (own operators)" if call >= 0 else "(loss)"
+        position = start
+        for child in self.children.get(call, []):
+            inner = self._calls[child]
+            if inner.start > position:
+                spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=inner.start))
+            name = self._names[child]
+            spans.append(StageSpan(name=name, call=child, is_call=True, start=inner.start, stop=inner.stop))
+            position = inner.stop
+        if stop > position:
+            spans.append(StageSpan(name=own, call=call, is_call=False, start=position, stop=stop))
+        return spans
 
 
 def _names(calls: Sequence[ModuleCall]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .check import check_problem
-from .problem import Candidate, Problem
+from .problem import Candidate, Problem, Stage, Tensor
 
 IntArray = npt.NDArray[np.int64]
 
@@ -46,18 +46,34 @@ class Tables:
     def __init__(self, problem: Problem) -> None:
         check_problem(problem)
         self.stage_count = len(problem.stages)
+        self._lay_out_tensors(problem.tensors)
+        self._raise_extras(problem.stages)
+        self.operators = problem.operators
+        self.operator_outputs = [tuple(self.rank[output] for output in item.outputs) for item in problem.operators]
+        self.candidates: dict[tuple[int, int], Candidate] = {
+            (item.start, item.stop): item for item in problem.candidates
+        }
+        self.peaks: dict[object, Peak] = {}
+        self.graphs: dict[object, object] = {}
+        self._inputs: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def _lay_out_tensors(self, given: tuple[Tensor, ...]) -> None:
+        """Number tensors by producer, and list who saves and who reads each, by stage."""
         count = self.stage_count
-        producer = np.array([tensor.producer for tensor in problem.tensors], dtype=np.int64)
+        producer = np.array([tensor.producer for tensor in given], dtype=np.int64)
         self.order: list[int] = [int(index) for index in np.argsort(producer, kind="stable")]
         self.rank: dict[int, int] = {tensor: rank for rank, tensor in enumerate(self.order)}
-        tensors = [problem.tensors[index] for index in self.order]
+        tensors = [given[index] for index in self.order]
         self.producer = producer[self.order] if tensors else producer
         self.last_alive = np.array([tensor.last_alive for tensor in tensors], dtype=np.int64)
         nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
         outlives = self.last_alive >= count
         self.weight = np.where(outlives, 0, nbytes)
         self.outliving_bytes = int(nbytes[outlives].sum())
-        made = np.bincount(np.maximum(self.producer[outlives], 0), weights=nbytes[outlives], minlength=count)
+        # By stage, the bytes it makes of those.
+        self.outliving_made: IntArray = np.bincount(
+            np.maximum(self.producer[outlives], 0), weights=nbytes[outlives], minlength=count
+        ).astype(np.int64)
         # Tensors made by stages before `stage` are those below `first_made[stage + 1]`; producer -1 comes first.
         self.first_made = [int(index) for index in np.searchsorted(self.producer, np.arange(-1, count + 1))]
 
@@ -72,35 +88,29 @@ class Tables:
         for rank, tensor in enumerate(tensors):
             for stage in tensor.consumers:
                 self.reads[stage].append(rank)
-
-        forward = np.array([stage.forward_extra_bytes for stage in problem.stages], dtype=np.int64)
-        backward = np.array([stage.backward_extra_bytes for stage in problem.stages], dtype=np.int64)
-        entry = np.array([stage.entry_extra_bytes for stage in problem.stages], dtype=np.int64)
-        forward_raised = max(0, -int(forward.min()))
-        self.raised_bytes = max(0, -int(backward.min()), forward_raised - int(entry.min()))
-        self.forward_extra: IntArray = forward + forward_raised
-        self.backward_extra: IntArray = backward + self.raised_bytes
-        self.entry_extra: IntArray = entry + (self.raised_bytes - forward_raised)
-        # What a forward moment of the top level counts beside its tensors and its extra, by stage.
-        self.top_forward: IntArray = np.cumsum(made).astype(np.int64) + (self.raised_bytes - forward_raised)
-        # By stage: its extra, and the tensors in use as it runs forward though nobody holds them.
-        self.in_use: IntArray = self.forward_extra + alive_bytes(
-            np.maximum(self.producer, 0), np.minimum(self.last_alive, count - 1) + 1, self.weight, count
-        )
         # last_saver[stop]: the last stage before `stop` that saves a tensor, or -1.
         self.last_saver = [-1]
         for stage in range(count):
             saves = self.first_pair[stage] < self.first_pair[stage + 1]
             self.last_saver.append(stage if saves else self.last_saver[-1])
 
-        self.operators = problem.operators
-        self.operator_outputs = [tuple(self.rank[output] for output in item.outputs) for item in problem.operators]
-        self.candidates: dict[tuple[int, int], Candidate] = {
-            (item.start, item.stop): item for item in problem.candidates
-        }
-        self.peaks: dict[object, Peak] = {}
-        self.graphs: dict[object, object] = {}
-        self._inputs: dict[tuple[int, int], tuple[int, ...]] = {}
+    def _raise_extras(self, stages: tuple[Stage, ...]) -> None:
+        """Raise the extras of all stages by the same, so that none is negative."""
+        count = self.stage_count
+        forward = np.array([stage.forward_extra_bytes for stage in stages], dtype=np.int64)
+        backward = np.array([stage.backward_extra_bytes for stage in stages], dtype=np.int64)
+        entry = np.array([stage.entry_extra_bytes for stage in stages], dtype=np.int64)
+        forward_raised = max(0, -int(forward.min()))
+        self.raised_bytes = max(0, -int(backward.min()), forward_raised - int(entry.min()))
+        self.forward_extra: IntArray = forward + forward_raised
+        self.backward_extra: IntArray = backward + self.raised_bytes
+        self.entry_extra: IntArray = entry + (self.raised_bytes - forward_raised)
+        # What a forward moment of the top level counts beside its tensors and its extra, by stage.
+        self.top_forward: IntArray = np.cumsum(self.outliving_made) + (self.raised_bytes - forward_raised)
+        # By stage: its extra, and the tensors in use as it runs forward though nobody holds them.
+        self.in_use: IntArray = self.forward_extra + alive_bytes(
+            np.maximum(self.producer, 0), np.minimum(self.last_alive, count - 1) + 1, self.weight, count
+        )
 
     def inputs(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the tensors that stages start..stop-1 read and that exist before `start`."""

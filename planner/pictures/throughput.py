@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
@@ -27,8 +28,16 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     """
     figure = Picture(figsize=(7.5, 6), layout="constrained")
     rates, peaks = figure.subplots(2, 1, sharex=True)
-    fitting = [entry for entry in search.tried if entry.fits]
-    best = search.best
+    _draw_rates(rates, search)
+    _draw_peaks(peaks, search)
+    for axis in (rates, peaks):
+        axis.grid(color=PALE, alpha=0.5)
+    figure.suptitle(title or "Throughput by batch size under the budget", fontsize=11)
+    return figure
+
+
+def _draw_rates(rates: Axes, search: BatchSearch) -> None:
+    fitting, best = [entry for entry in search.tried if entry.fits], search.best
     sizes = [entry.size for entry in fitting]
     rates.plot(sizes, [entry.samples_per_second or 0.0 for entry in fitting], color=_PLANNED, marker="o")
     rates.plot(best.size, best.samples_per_second or 0.0, color=INK, marker="*", markersize=15)
@@ -42,6 +51,10 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     )
     rates.set_ylim(0, 1.2 * (best.samples_per_second or 1.0))
     rates.set_ylabel("predicted throughput [samples/s]")
+
+
+def _draw_peaks(peaks: Axes, search: BatchSearch) -> None:
+    fitting = [entry for entry in search.tried if entry.fits]
     known = [entry for entry in search.tried if entry.unplanned_peak_bytes is not None]
     unit, name = byte_unit(search.budget_bytes)
     peaks.plot(
@@ -53,7 +66,7 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
         label="without checkpoints",
     )
     peaks.plot(
-        sizes,
+        [entry.size for entry in fitting],
         [(entry.predicted_peak_bytes or 0) / unit for entry in fitting],
         color=_PLANNED,
         marker="o",
@@ -77,7 +90,3 @@ def throughput_by_batch(search: BatchSearch, *, title: str = "") -> Figure:
     peaks.set_xscale("log", base=2)
     peaks.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     peaks.legend(fontsize=8, frameon=False)
-    for axis in (rates, peaks):
-        axis.grid(color=PALE, alpha=0.5)
-    figure.suptitle(title or "Throughput by batch size under the budget", fontsize=11)
-    return figure

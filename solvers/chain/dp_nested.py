@@ -101,26 +101,20 @@ def _solve_nested(
     if isinstance(flat, Solution) and flat.added_ns <= added:
         segments, added = flat.segments, flat.added_ns
     finished = path is None or path.finished
-    notes: list[str] = []
-    bound = 0
+    note, bound = "", 0
     if nested.graph.pinned:
-        notes.append(PINNED_NOTE.format(count=nested.graph.pinned.bit_count()))
+        note = PINNED_NOTE.format(count=nested.graph.pinned.bit_count())
     elif nested.exact and path is not None:
         bound = path.bound_ns
     else:
-        notes.append(_coarseness(nested))
+        note = _coarseness(nested)
         bound = _bound(problem, room, added, save_sets, gap, deadline)
         finished &= bound > 0
+    status = Status.OPTIMAL if bound >= added else Status.FEASIBLE if finished else Status.TIME_LIMIT
     if not finished:
-        notes.append(f"stopped at the time limit of {limit_s:g} s")
+        note = "; ".join(filter(None, (note, f"stopped at the time limit of {limit_s:g} s")))
     return make_solution(
-        problem,
-        segments,
-        solver="dp_nested",
-        started_ns=started,
-        status=Status.OPTIMAL if bound >= added else Status.FEASIBLE if finished else Status.TIME_LIMIT,
-        lower_bound_ns=bound,
-        note="; ".join(notes),
+        problem, segments, solver="dp_nested", started_ns=started, status=status, lower_bound_ns=bound, note=note
     )
 
 

@@ -68,6 +68,7 @@ def solve(
     started = time.perf_counter_ns()
     limit_s = limit_in_force(time_limit_s)
     deadline = time.perf_counter() + limit_s
+    notes: list[str] = []
     try:
         first = dp.solve(problem, time_limit_s=limit_s, save_sets=save_sets)
     except BudgetTooSmallError as error:
@@ -84,12 +85,10 @@ def solve(
         return make_solution(
             problem, first.segments, solver="ilp", started_ns=started, status=status, lower_bound_ns=known_bound
         )
-    notes: list[str] = []
     run = _solve_programme(problem, first.segments, save_sets, gap, deadline, backend, notes)
-    best = first.segments
-    if run.segments is not None and simulate(problem, run.segments, trace=False).added_ns < first.added_ns:
-        best = run.segments
-    added = simulate(problem, best, trace=False).added_ns
+    best, added = first.segments, first.added_ns
+    if run.segments is not None and simulate(problem, run.segments, trace=False).added_ns < added:
+        best, added = run.segments, simulate(problem, run.segments, trace=False).added_ns
     bound = min(max(run.bound_ns, known_bound), added)
     status = Status.FEASIBLE
     if (run.proven and gap == 0.0) or bound == added:
@@ -97,14 +96,9 @@ def solve(
     elif run.timed_out:
         status = Status.TIME_LIMIT
         notes.append(f"stopped at the time limit of {limit_s:g} s")
+    note = "; ".join(notes)
     return make_solution(
-        problem,
-        best,
-        solver="ilp",
-        started_ns=started,
-        status=status,
-        lower_bound_ns=bound,
-        note="; ".join(notes),
+        problem, best, solver="ilp", started_ns=started, status=status, lower_bound_ns=bound, note=note
     )
 
 
