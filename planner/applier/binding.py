@@ -72,13 +72,7 @@ class Binding:
         inside = {module: self._paths[id(module)] for member in members for module in member.modules()}
         # The member of a segment of one call is not called again, only its forward.
         called = [module for module in inside if len(members) > 1 or module is not members[0]]
-        hooked = [
-            (module, made) for module in called for made in remade_by(forward_hook_registries(module)[1].values())
-        ]
-        restored = [self._buffer(name, where) for name in planned.restored_buffers]
-        advanced = [(module, name) for module, made in hooked for name in made.advances]
-        buffers = list(dict.fromkeys([*restored, *_statistics(members), *advanced]))
-        remade = [(module, made.attribute) for module, made in hooked]
+        buffers, remade = self._put_back(planned, members, called, where)
         watched = Watched(
             self._root, where, inside, restored=[*buffers, *remade], called=called, reads=self._reads_of(inside)
         )
@@ -98,6 +92,18 @@ class Binding:
             self._trace(planned, segment, members)
             self.replayed.update((module, inside[module]) for module in called)
         return segment
+
+    def _put_back(
+        self, planned: PlannedSegment, members: list[nn.Module], called: list[nn.Module], where: str
+    ) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
+        """Return the buffers that a replay is given as they were, and the attributes that hooks make anew in it."""
+        hooked = [
+            (module, made) for module in called for made in remade_by(forward_hook_registries(module)[1].values())
+        ]
+        restored = [self._buffer(name, where) for name in planned.restored_buffers]
+        advanced = [(module, name) for module, made in hooked for name in made.advances]
+        buffers = list(dict.fromkeys([*restored, *_statistics(members), *advanced]))
+        return buffers, [(module, made.attribute) for module, made in hooked]
 
     def _reads_of(self, modules: Iterable[nn.Module]) -> Reads:
         """Return what a replay of modules can read; alike blocks of one model share the answer."""

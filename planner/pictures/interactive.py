@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -42,36 +43,9 @@ def memory_over_time(steps: Sequence[tuple[str, Timeline]], budget_bytes: int) -
         chosen = _chosen(timeline)
         for by, drawn in axes.items():
             drawn.append(timeline.moments(by)[chosen].round(4).tolist())
-        total = np.append(timeline.total(), timeline.total()[-1:])[chosen]
-        where = [*timeline.to_frame()[["phase", "module"]].agg(" of ".join, axis=1), "the end"]
-        figure.add_scatter(
-            x=timeline.moments()[chosen],
-            y=total / unit,
-            customdata=np.stack([np.array(where)[chosen], [format_bytes(nbytes) for nbytes in total]], axis=-1),
-            hovertemplate="<b>%{customdata[0]}</b>: %{customdata[1]}<extra></extra>",
-            line={"width": 1, "shape": "hv"},
-            showlegend=False,
-            meta="ink",
-            row=row,
-            col=1,
-        )
+        _add_total(figure, row, timeline, chosen, unit)
         for use in used:
-            values = np.append(timeline.live[use], timeline.live[use][-1:])[chosen]
-            figure.add_scatter(
-                x=timeline.moments()[chosen],
-                y=values / unit,
-                customdata=[format_bytes(nbytes) for nbytes in values],
-                hovertemplate="%{customdata}<extra>" + use + "</extra>",
-                name=use,
-                legendgroup=use,
-                showlegend=row == 1,
-                stackgroup=str(row),
-                line={"width": 0, "shape": "hv", "color": MEMORY[use].colour},
-                fillcolor=MEMORY[use].colour,
-                fillpattern=_pattern(MEMORY[use]),
-                row=row,
-                col=1,
-            )
+            _add_use(figure, row, timeline, chosen, unit, use)
         figure.add_hline(budget_bytes / unit, line={"dash": "dash", "width": 1.5}, row=row, col=1)
         figure.update_yaxes(title_text=f"alive [{name}]", row=row, col=1)
     figure.update_xaxes(title_text="time [ms]", row=len(steps), col=1)
@@ -80,6 +54,41 @@ def memory_over_time(steps: Sequence[tuple[str, Timeline]], budget_bytes: int) -
     # The page offers these as what the axis may count: by name, a list of places for each step.
     figure.update_layout(hovermode="x unified", height=280 * len(steps) + 60, meta={"axes": axes, "titles": AXES})
     return figure
+
+
+def _add_total(figure: Any, row: int, timeline: Timeline, chosen: np.ndarray, unit: int) -> None:
+    total = np.append(timeline.total(), timeline.total()[-1:])[chosen]
+    where = [*timeline.to_frame()[["phase", "module"]].agg(" of ".join, axis=1), "the end"]
+    figure.add_scatter(
+        x=timeline.moments()[chosen],
+        y=total / unit,
+        customdata=np.stack([np.array(where)[chosen], [format_bytes(nbytes) for nbytes in total]], axis=-1),
+        hovertemplate="<b>%{customdata[0]}</b>: %{customdata[1]}<extra></extra>",
+        line={"width": 1, "shape": "hv"},
+        showlegend=False,
+        meta="ink",
+        row=row,
+        col=1,
+    )
+
+
+def _add_use(figure: Any, row: int, timeline: Timeline, chosen: np.ndarray, unit: int, use: str) -> None:
+    values = np.append(timeline.live[use], timeline.live[use][-1:])[chosen]
+    figure.add_scatter(
+        x=timeline.moments()[chosen],
+        y=values / unit,
+        customdata=[format_bytes(nbytes) for nbytes in values],
+        hovertemplate="%{customdata}<extra>" + use + "</extra>",
+        name=use,
+        legendgroup=use,
+        showlegend=row == 1,
+        stackgroup=str(row),
+        line={"width": 0, "shape": "hv", "color": MEMORY[use].colour},
+        fillcolor=MEMORY[use].colour,
+        fillpattern=_pattern(MEMORY[use]),
+        row=row,
+        col=1,
+    )
 
 
 def _chosen(timeline: Timeline) -> np.ndarray:
@@ -99,6 +108,24 @@ def plan_strip(profile: Profile, plan: Plan) -> go.Figure:
     unit, name = byte_unit(int(table["saved_bytes"].to_numpy().max()))
     figure: Any = make_subplots(3, 1, shared_xaxes=True, vertical_spacing=0.05, row_heights=[0.16, 0.42, 0.42])
     place = np.arange(len(table)) + 0.5
+    _add_stages(figure, table, place, unit)
+    for number in sorted({int(number) for number in table["segment"]} - {-1}):
+        inside = np.flatnonzero(table["segment"] == number)
+        edges = {"x0": int(inside[0]), "x1": int(inside[-1]) + 1, "line": {"width": 1}}
+        figure.add_shape(type="rect", y0=0, y1=1, row=1, col=1, **edges)
+    names = [str(module) for module in table["module"]]
+    step = max(1, len(names) // 16)
+    figure.update_xaxes(
+        tickvals=place[::step], ticktext=[_short(name) for name in names[::step]], tickangle=-60, row=3, col=1
+    )
+    figure.update_yaxes(visible=False, row=1, col=1)
+    figure.update_yaxes(title_text=f"saved [{name}]", row=2, col=1)
+    figure.update_yaxes(title_text="forward [ms]", row=3, col=1)
+    figure.update_layout(barmode="overlay", bargap=0, height=620)
+    return figure
+
+
+def _add_stages(figure: Any, table: pd.DataFrame, place: np.ndarray, unit: int) -> None:
     segments = [f"segment {number + 1}" if number >= 0 else "no segment" for number in table["segment"]]
     words = np.stack(
         [
@@ -128,20 +155,6 @@ def plan_strip(profile: Profile, plan: Plan) -> go.Figure:
                     row=row,
                     col=1,
                 )
-    for number in sorted({int(number) for number in table["segment"]} - {-1}):
-        inside = np.flatnonzero(table["segment"] == number)
-        edges = {"x0": int(inside[0]), "x1": int(inside[-1]) + 1, "line": {"width": 1}}
-        figure.add_shape(type="rect", y0=0, y1=1, row=1, col=1, **edges)
-    names = [str(module) for module in table["module"]]
-    step = max(1, len(names) // 16)
-    figure.update_xaxes(
-        tickvals=place[::step], ticktext=[_short(name) for name in names[::step]], tickangle=-60, row=3, col=1
-    )
-    figure.update_yaxes(visible=False, row=1, col=1)
-    figure.update_yaxes(title_text=f"saved [{name}]", row=2, col=1)
-    figure.update_yaxes(title_text="forward [ms]", row=3, col=1)
-    figure.update_layout(barmode="overlay", bargap=0, height=620)
-    return figure
 
 
 def _short(path: str, longest: int = 18) -> str:
@@ -156,41 +169,7 @@ def peak_against_overhead(comparison: Comparison) -> go.Figure:
     unit, name = byte_unit(comparison.unplanned_peak_bytes)
     figure: Any = go.Figure()
     for number, solver in enumerate(comparison.solvers):
-        look, steps = SOLVERS[solver], steps_of(comparison, solver)
-        rows = comparison.feasible().query("solver == @solver")
-        colour = {"color": look.colour}
-        if not len(rows):
-            figure.add_scatter(x=[None], y=[None], mode="lines", line=colour, name=f"{solver}: no plan fits")
-            continue
-        shown = {"legendgroup": solver, "showlegend": False, "name": solver}
-        x, y = steps["peak_bytes"] / unit, 100 * steps["added"]
-        figure.add_scatter(
-            x=x, y=y, mode="lines", line={**colour, "shape": "hv", "width": 1.5}, hoverinfo="skip", **shown
-        )
-        figure.add_scatter(
-            x=rows["predicted_peak_bytes"].astype(float) / unit,
-            y=100 * rows["predicted_overhead"],
-            customdata=np.stack(
-                [[format_bytes(b) for b in rows["budget_bytes"]], rows["segments"], rows["status"]], axis=-1
-            ),
-            hovertemplate="budget %{customdata[0]}: peak %{x:.1f} " + name + ", %{y:.1f} % more time<br>"
-            "%{customdata[1]} segments, %{customdata[2]}<extra>" + solver + "</extra>",
-            mode="markers",
-            marker={**colour, "symbol": f"{look.symbol}-open", "size": 9 + 4 * number, "line": {"width": 2}},
-            name=solver,
-            legendgroup=solver,
-        )
-        _add_measured(figure, rows, look, unit, shown)
-        least = comparison.least[solver]
-        at = (least.predicted_peak_bytes or 0) / unit
-        figure.add_scatter(
-            x=[at],
-            y=[100 * (least.predicted_overhead or 0.0)],
-            mode="markers",
-            marker={**colour, "symbol": "line-ns-open", "size": 18 + 8 * number, "line": {"width": 3}},
-            hovertemplate=f"least peak reached: {at:.1f} {name}<extra>{solver}</extra>",
-            **shown,
-        )
+        _add_solver(figure, comparison, solver, number, unit, name)
     for budget in comparison.budgets_bytes:
         figure.add_vline(budget / unit, line={"dash": "dash", "width": 1, "color": PALE})
     bounds = comparison.lower_bounds()
@@ -208,6 +187,42 @@ def peak_against_overhead(comparison: Comparison) -> go.Figure:
     figure.update_yaxes(title_text="added time [% of the step]", rangemode="tozero")
     figure.update_layout(height=480)
     return figure
+
+
+def _add_solver(figure: Any, comparison: Comparison, solver: str, number: int, unit: int, unit_name: str) -> None:
+    look, steps = SOLVERS[solver], steps_of(comparison, solver)
+    rows = comparison.feasible().query("solver == @solver")
+    colour = {"color": look.colour}
+    if not len(rows):
+        figure.add_scatter(x=[None], y=[None], mode="lines", line=colour, name=f"{solver}: no plan fits")
+        return
+    shown = {"legendgroup": solver, "showlegend": False, "name": solver}
+    x, y = steps["peak_bytes"] / unit, 100 * steps["added"]
+    figure.add_scatter(x=x, y=y, mode="lines", line={**colour, "shape": "hv", "width": 1.5}, hoverinfo="skip", **shown)
+    figure.add_scatter(
+        x=rows["predicted_peak_bytes"].astype(float) / unit,
+        y=100 * rows["predicted_overhead"],
+        customdata=np.stack(
+            [[format_bytes(b) for b in rows["budget_bytes"]], rows["segments"], rows["status"]], axis=-1
+        ),
+        hovertemplate="budget %{customdata[0]}: peak %{x:.1f} " + unit_name + ", %{y:.1f} % more time<br>"
+        "%{customdata[1]} segments, %{customdata[2]}<extra>" + solver + "</extra>",
+        mode="markers",
+        marker={**colour, "symbol": f"{look.symbol}-open", "size": 9 + 4 * number, "line": {"width": 2}},
+        name=solver,
+        legendgroup=solver,
+    )
+    _add_measured(figure, rows, look, unit, shown)
+    least = comparison.least[solver]
+    at = (least.predicted_peak_bytes or 0) / unit
+    figure.add_scatter(
+        x=[at],
+        y=[100 * (least.predicted_overhead or 0.0)],
+        mode="markers",
+        marker={**colour, "symbol": "line-ns-open", "size": 18 + 8 * number, "line": {"width": 3}},
+        hovertemplate=f"least peak reached: {at:.1f} {unit_name}<extra>{solver}</extra>",
+        **shown,
+    )
 
 
 def _add_measured(figure: Any, rows: Any, look: Look, unit: int, shown: dict[str, Any]) -> None:
