@@ -31,7 +31,6 @@ _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "remat"))
 _SETTINGS = ("transformers.configuration_utils", "transformers.generation.", "transformers.integrations.heterogeneity")
 """Configurations look attributes up in a way of their own, but do so by the name asked for, or by `attribute_map`."""
 _DYNAMIC = frozenset(("eval", "exec", "attrgetter", "__getstate__", "getmembers"))
-_ALL_OF = frozenset(("__dict__", "vars"))
 _BY_NAME = frozenset(("getattr", "hasattr"))
 _NOT_IN_A_CALL = frozenset(
     (
