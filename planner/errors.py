@@ -10,6 +10,7 @@ All that the library raises, wherever it is defined. A ValueError is for what a 
     │   ├── PlanMismatchError    a plan of another model
     │   ├── ApplyError           a segment that cannot be applied, or not replayed as it ran
     │   └── FactoryError         a command that gets no model and batch
+    ├── AmountError              an amount of memory that cannot be read; a budget's becomes a BudgetError
     ├── BatchError               a batch, loss, optimizer or option of the step that cannot be used
     ├── DeviceError              a kind of device that steps are not measured on
     ├── CardError                a card whose data sheet is not known
@@ -19,6 +20,8 @@ All that the library raises, wherever it is defined. A ValueError is for what a 
     RuntimeError
     ├── ReplayStateError         backward found the model other than forward left it: gradients would be wrong
     └── DryRunError              fake tensors cannot follow the model; `profile` records a real step instead
+    ImportError
+    └── TorchVersionError        a torch whose private parts were never checked
 
 What is raised and caught inside: DryRunFailedError (a planned step that fails where the plain one does not),
 DeviceFullError (a capacity given to the model of the allocator), TooManySetsError and TooManyStatesError (a graph too

@@ -80,6 +80,8 @@ def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result]) -
             return run(replace(fake_step, beside=fake_beside))
     finally:
         now.exchange(reals)
+        # Inside a caller's autocast the casts of fake weights are still there.
+        torch.clear_autocast_cache()
 
 
 def _drop_gradient(tensor: torch.Tensor) -> None:

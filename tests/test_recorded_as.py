@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from remat.profiler.cards import card
-from remat.profiler.dry_run import dry_run
+from remat.profiler.dry_run import DryRunError, dry_run
 from remat.profiler.recorded_as import recorded_as
 from remat.profiler.step import Step
 from torch import nn
@@ -122,25 +122,24 @@ def test_autocast_casts_as_on_a_card(kind):
     def autocast():
         return torch.autocast(kind, dtype=torch.bfloat16)
 
-    class Seen(nn.Module):
-        def __init__(self):
+    class Checked(nn.Module):
+        """Fail where a layer's output is of another dtype; a list of those seen would be put back after the step."""
+
+        def __init__(self, *expected):
             super().__init__()
-            self.inner, self.dtypes = model, []
+            self.inner, self.expected = model, expected
 
         def forward(self, x):
-            for layer in self.inner:
+            for layer, dtype in zip(self.inner, self.expected, strict=False):
                 x = layer(x)
-                self.dtypes.append(x.dtype)
+                assert x.dtype is dtype, f"{type(layer).__name__} gives {x.dtype}"
             return x
 
-    seen = Seen()
-    taken = []
-    seen.register_forward_hook(lambda module, args, out: taken.append(list(module.dtypes)))
-    operators(seen, x, context=autocast)
-    assert taken[0] == [torch.bfloat16, torch.float32, torch.float32]
+    operators(Checked(torch.bfloat16, torch.float32, torch.float32), x, context=autocast)
+    with pytest.raises(DryRunError, match=r"LayerNorm gives torch\.float32"):
+        operators(Checked(torch.bfloat16, torch.bfloat16), x, context=autocast)
     if kind == "cpu":
-        operators(seen, x, None, context=autocast)
-        assert taken[1][:2] == [torch.bfloat16, torch.bfloat16]
+        operators(Checked(torch.bfloat16, torch.bfloat16), x, None, context=autocast)
 
 
 def llama():

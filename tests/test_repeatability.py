@@ -24,9 +24,7 @@ def results(noise=0.0, shift=0.0):
 
     gradients = {"first": value(1), "second": value(2) + noise * torch.randn(1000) + shift}
     empty = (torch.empty(0), torch.empty(0), 0, 0, 0)
-    return Results(
-        loss={"loss": torch.ones(1)}, gradients=gradients, buffers={}, random_states=empty, peak_bytes=0, step_ns=1
-    )
+    return Results(loss={"loss": torch.ones(1)}, gradients=gradients, buffers={}, random_states=empty, peak_bytes=0)
 
 
 def test_what_repeats_is_told_from_what_spreads():
