@@ -42,11 +42,12 @@ def by_the_programme_alone(monkeypatch):
     monkeypatch.setattr(ilp, "save_set_bound", lambda problem, known_ns, deadline: 0)
 
 
+@pytest.mark.parametrize("chains", [400, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("by_the_programme_alone")
-def test_on_two_thousand_chains_it_and_dp_equal_the_oracle():
+def test_on_many_chains_it_and_dp_equal_the_oracle(chains):
     rng = np.random.default_rng(20)
     solved = 0
-    for _ in range(2000):
+    for _ in range(chains):
         problem = random_chain(rng, int(rng.integers(1, 7)))
         if rng.random() < 0.4:
             problem = with_negative_extras(rng, problem)
@@ -54,7 +55,7 @@ def test_on_two_thousand_chains_it_and_dp_equal_the_oracle():
         problem = _budgeted(rng, problem, oracle)
         solved += _agrees(problem, oracle)
         test_solver_dp.agrees(problem, oracle)
-    assert solved > 1500
+    assert solved > 0.75 * chains
 
 
 @pytest.mark.usefixtures("by_the_programme_alone")
@@ -73,10 +74,11 @@ def test_on_five_hundred_graphs_with_skips_and_operators_it_equals_the_oracle():
     assert solved > 300
 
 
-def test_divisible_save_sets_bound_every_choice_of_operators_and_often_prove_the_best(monkeypatch):
+@pytest.mark.parametrize("graphs", [60, pytest.param(250, marks=pytest.mark.slow)])
+def test_divisible_save_sets_bound_every_choice_of_operators_and_often_prove_the_best(graphs, monkeypatch):
     rng = np.random.default_rng(22)
     compared = proven = 0
-    while compared < 250:
+    while compared < graphs:
         monkeypatch.setattr(save_set_bound, "_STEPS", int(rng.choice([2, 10, 100])))
         monkeypatch.setattr(save_set_bound, "_MOST_SETS", int(rng.choice([4, 1024])))
         monkeypatch.setattr(save_set_bound, "_MOST_TRAVELLING", int(rng.choice([0, 1, 3])))
@@ -97,7 +99,7 @@ def test_divisible_save_sets_bound_every_choice_of_operators_and_often_prove_the
         assert bound <= best
         proven += bound == best
         assert ilp.solve(problem).added_ns == best
-    assert proven > 100
+    assert proven > 0.4 * graphs
 
 
 def _tight(seed, count=6):
