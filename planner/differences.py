@@ -72,7 +72,8 @@ def field_words(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.endswith("_range"):
-        return f"{100 * value[0]:.1f} to {100 * value[1]:.1f} %"
+        low, high = (f"{100 * share:.1f}" for share in value)
+        return f"{low} %" if low == high else f"{low} to {high} %"
     if name == "notes":
         return "; ".join(value) or "-"
     if name.endswith(("overhead", "gap", "headroom")):

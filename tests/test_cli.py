@@ -158,6 +158,7 @@ PLAN = ["plan", "factories.py:build", "--budget"]
     [
         (["plan", "nowhere:build", "--budget", "60%"], "there is no module 'nowhere'"),
         (["plan", "factories.py:made", "--budget", "60%"], "made is not there in factories.py"),
+        (["plan", "factories.py:buildd", "--budget", "60%"], "did you mean build?"),
         (["plan", "factories.py:number", "--budget", "60%"], "number is not callable"),
         (["plan", "factories.py:failing", "--budget", "60%"], "raises KeyError: 'no such checkpoint' (line"),
         (["plan", "factories.py:quitting", "--budget", "60%"], "it raises SystemExit: usage: train.py DATA"),

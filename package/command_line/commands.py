@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _BUDGETS = ["80%", "60%", "40%"]
 _SOLVERS = ["sqrt", "dp", "ilp"]
+_FIGURES = ("predicted_", "unplanned_", "circumstances.")
+"""Fields that pricing works out anew; that nothing was searched is no news."""
 
 
 def profile(target: opt.Target, step: opt.Step, output: opt.Output, out: opt.ProfileOut = None) -> int:
@@ -57,7 +60,7 @@ def plan(
     with terminal.progress() as say, _running(target, subject):
         planner = Planner.of(subject.model, subject.batch, loss=subject.loss, progress=say, **_step(step, subject))
         found = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, progress=say)
-    console.print_profile(terminal.tables, planner.profile, rows=terminal.rows)
+    console.print_parts(terminal.tables, planner.profile)
     console.print_plan(terminal.tables, found)
     terminal.result(lambda: as_data.of_plan(found))
     _keep(terminal, found, out)
@@ -108,7 +111,9 @@ def price(
     with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
         priced = price_plan(subject.model, subject.batch, loaded, loss=subject.loss, repeats=repeats, progress=say)
     console.print_plan(terminal.tables, priced)
-    console.print_differences(terminal.tables, diff_plans(loaded, priced), ("as the file says", "as it is"))
+    changed = diff_plans(loaded, priced)
+    figures = {name: values for name, values in changed.fields.items() if name.startswith(_FIGURES)}
+    console.print_differences(terminal.tables, replace(changed, fields=figures), ("as the file says", "as it is"))
     terminal.result(lambda: as_data.of_plan(priced))
     if out is not None:
         _keep(terminal, priced, out)

@@ -31,7 +31,16 @@ def table_of(title: str, columns: tuple[str, ...], *, numeric: tuple[str, ...] =
 
 
 def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None:
-    """Print where the memory of a step is and how the figures were obtained."""
+    """Print where the memory of a step is, by part and by module, and how the figures were obtained."""
+    print_parts(console, profile)
+    _print_modules(console, profile, rows)
+    console.print(f"bytes: {profile.bytes_from}; times: {profile.times_from}; step time: {profile.step_time_from}")
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def print_parts(console: Console, profile: Profile) -> None:
+    """Print the peak of a step and what it is made of."""
     peak = profile.peak_bytes()
     console.print(
         f"{profile.model} on {profile.device}: peak {format_bytes(peak)}, in the {profile.peak_moment()}; "
@@ -42,17 +51,16 @@ def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None
     for name, nbytes, share in memory_parts(profile):
         table.add_row(name, format_bytes(nbytes), f"{share:.0%}")
     console.print(table)
-    _print_modules(console, profile, rows)
-    console.print(f"bytes: {profile.bytes_from}; times: {profile.times_from}; step time: {profile.step_time_from}")
-    for note in profile.notes:
-        console.print(f"note: {note}", markup=False)
 
 
 def _print_modules(console: Console, profile: Profile, rows: int) -> None:
-    columns = ("module", "parameters", "gradients", "optimizer", "saved activations")
-    table = table_of("By module, in order of execution", columns, numeric=columns[1:])
-    for row in memory_by_module(profile, rows).to_dict("records"):
-        cells = (format_bytes(int(row[column])) for column in ("parameters", "gradients", "optimizer", "saved"))
+    names = {name: name for name in ("parameters", "gradients", "optimizer")} | {"saved": "saved activations"}
+    found = memory_by_module(profile, rows)
+    shown = {column: title for column, title in names.items() if found[column].any()}
+    titles = tuple(shown.values())
+    table = table_of("By module, in order of execution", ("module", *titles), numeric=titles)
+    for row in found.to_dict("records"):
+        cells = (format_bytes(int(row[column])) if row[column] else "-" for column in shown)
         table.add_row(Text(str(row["module"])), *cells)
     console.print(table)
 
@@ -125,7 +133,8 @@ def print_differences(console: Console, found: Differences, names: tuple[str, st
     for line in found.only_second:
         table.add_row("segments", "", Text(line))
     for field, (first, second) in found.fields.items():
-        table.add_row(Text(field), Text(field_words(field, first)), Text(field_words(field, second)))
+        words = field.removesuffix("_bytes").replace("_", " ")
+        table.add_row(Text(words), Text(field_words(field, first)), Text(field_words(field, second)))
     console.print(table)
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -113,9 +114,12 @@ def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subj
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if not callable(factory):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        own = ((key, value) for key, value in vars(module).items() if not key.startswith("_"))
+        known = [key for key, value in own if callable(value) and getattr(value, "__module__", "") == module.__name__]
         found = "is not callable" if factory is not None else "is not there"
-        raise FactoryError(f"{spec}: {name} {found} in {place}; it has {_few(known)}")
+        close = get_close_matches(name, known, 1)
+        meant = f"did you mean {close[0]}?" if close else f"it has {_few(known)}"
+        raise FactoryError(f"{spec}: {name} {found} in {place}; {meant}")
     torch.manual_seed(seed)
     subject = _subject(_guarded(spec, cast("Callable[[], Any]", factory)), spec)
     return subject.to(device) if device is not None else subject
