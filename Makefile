@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$name" && break; done)
 
 help:
-	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in a few minutes'
+	@echo 'make demo       profile, plan, apply and verify a small GPT-2, in a minute or two'
 	@echo 'make test       formatting, lint, types, import rules, and all tests against the installed wheel'
 	@echo 'make test-all   the same with the sweeps that take long'
 	@echo 'make docs       build the documentation into site/'

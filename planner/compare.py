@@ -11,6 +11,7 @@ import pandas as pd
 from torch import nn
 
 from ..profiler.step import Loss
+from .applier.apply import unplanned
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
@@ -258,10 +259,11 @@ def compare(
         planner.check_given(model, batch, step)
     run = _Run(planner, {"time_limit_s": time_limit_s, "gap": gap, "progress": progress})
     asked = [(solver, budget) for budget in budgets for solver in solvers]
-    for done, (solver, budget) in enumerate(asked):
-        if progress is not None:
-            progress(Phase(f"{solver} at {budget}", done, len(asked)))
-        run.plan(solver, parse_budget(budget, planner.profile.peak_bytes()))
+    with unplanned(model), planner.session.step.guard.undisturbed():
+        for done, (solver, budget) in enumerate(asked):
+            if progress is not None:
+                progress(Phase(f"{solver} at {budget}", done, len(asked)))
+            run.plan(solver, parse_budget(budget, planner.search.unplanned_peak_bytes()))
     if measure:
         run.measure(model, batch, planner.options.loss)
     return run.comparison()

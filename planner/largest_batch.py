@@ -242,14 +242,14 @@ class _Search:
 
     def _plan(self, size: int) -> BatchSize:
         planner = Planner.of(self.model, self.make_batch(size), **self.step)
-        profile = planner.profile
+        profile, unplanned_bytes = planner.profile, planner.search.unplanned_peak_bytes()
         known: dict[str, Any] = {
             "size": size,
-            "unplanned_peak_bytes": profile.peak_bytes(),
+            "unplanned_peak_bytes": unplanned_bytes,
             "step_ns": profile.step_ns,
             "step_time_from": str(profile.step_time_from),
         }
-        solver = "none" if profile.peak_bytes() <= self.budget_bytes else self.solver
+        solver = "none" if unplanned_bytes <= self.budget_bytes else self.solver
         try:
             plan = planner.plan(self.budget_bytes, solver=solver, time_limit_s=self.time_limit_s)
         except InfeasibleBudgetError as error:

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError
+from remat.planner import InfeasibleBudgetError, Planner
 from remat.planner.budget import BudgetError
+from remat.planner.finding.search import Search
 from remat.planner.largest_batch import BatchSearch, BatchSize, largest_batch
 from remat.planner.pictures.throughput import throughput_by_batch
 
@@ -54,6 +55,16 @@ def test_the_chosen_size_has_the_best_throughput():
         if entry.fits:
             seconds = entry.step_ns * 1e-9 * (1 + entry.predicted_overhead)
             assert entry.samples_per_second == pytest.approx(entry.size / seconds)
+
+
+def test_a_size_that_fits_but_for_what_is_reserved_beside_its_tensors_is_planned(monkeypatch):
+    monkeypatch.setattr(Search, "beside_bytes", lambda search, recording: 2**20)
+    model, step = build(blocks=2)[0], {"solver": "dp", "loss": squares, "repeats": 0}
+    peak = Planner.of(model, make_batch(512), loss=squares, repeats=0).profile.peak_bytes()
+    (tried,) = largest_batch(make_batch, peak + 2**19, model=model, sizes=(512,), **step).tried
+    assert tried.fits
+    assert tried.segments > 0
+    assert tried.unplanned_peak_bytes == peak + 2**20
 
 
 def test_the_chosen_size_is_measured_on_request():

@@ -44,7 +44,7 @@ def demo_model(device: str, *, small: bool = False) -> tuple[nn.Module, dict[str
         raise PlanError("the demo's model needs transformers: pip install transformers, then try again") from None
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    layers, width, heads, length, vocabulary, batch = (2, 64, 2, 64, 256, 4) if small else (12, 384, 6, 256, 8192, 8)
+    layers, width, heads, length, vocabulary, batch = (2, 64, 2, 64, 256, 4) if small else (12, 384, 6, 256, 8192, 4)
     options: dict[str, Any] = {"attn_implementation": "sdpa"}
     config = GPT2Config(
         n_layer=layers,
