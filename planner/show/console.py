@@ -56,11 +56,12 @@ def print_parts(console: Console, profile: Profile) -> None:
 def _print_modules(console: Console, profile: Profile, rows: int) -> None:
     names = {name: name for name in ("parameters", "gradients", "optimizer")} | {"saved": "saved activations"}
     found = memory_by_module(profile, rows)
-    shown = {column: title for column, title in names.items() if found[column].any()}
+    shown = {column: title for column, title in names.items() if sum(found[column])}
     titles = tuple(shown.values())
     table = table_of("By module, in order of execution", ("module", *titles), numeric=titles)
     for row in found.to_dict("records"):
-        cells = (format_bytes(int(row[column])) if row[column] else "-" for column in shown)
+        counts = (int(row[column]) for column in shown)
+        cells = (format_bytes(count) if count else "-" for count in counts)
         table.add_row(Text(str(row["module"])), *cells)
     console.print(table)
 
