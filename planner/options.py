@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import BatchError
 from ..profiler.optimizer import optimizer_named
+from ..profiler.ranks import Parallelize, Ranks, by_fully_shard
 from ..profiler.repeatable import Repeatable
 from ..profiler.step import Loss
 from .errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class StepKeywords(TypedDict, total=False):
@@ -31,6 +35,10 @@ class StepKeywords(TypedDict, total=False):
     only: Iterable[str]
     units: Iterable[nn.Module]
     ranks: int
+    parallelize: Parallelize | None
+    mp_policy: MixedPrecisionPolicy | None
+    reshard_after_forward: bool | int | None
+    device: str | None
     repeats: int
 
 
@@ -60,9 +68,14 @@ class StepOptions:
         units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
             there only during their own calls, so a segment holds such a call whole or lies within it.
         ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
-            those of one rank: shards of parameters, gradients and optimizer state, and what is gathered and reduced
-            meanwhile (`planner/sharding/gathering.py` says how that is counted). 1 counts the whole model, as under
-            DDP, whose gradient buckets are not counted.
+            those of one rank: `fully_shard` itself runs in every dry run, on fake tensors over a process group that
+            communicates nothing. 1 counts the whole model, as under DDP, whose gradient buckets are not counted.
+        parallelize: Takes the model and a DeviceMesh over `ranks` processes and shards the model in place, instead of
+            `fully_shard` on `units` and the root: for several mesh dimensions, tensor parallel, other policies.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`, for `units` and the root.
+        reshard_after_forward: As in `fully_shard`, for `units`; None is its default.
+        device: Name of a card ("h100-80gb"): the step is recorded for it, nothing is run, and the model may be on meta;
+            every time is then predicted.
         repeats: Most timed repeats of the profile after a warm-up; 0 estimates times and says so.
     """
 
@@ -77,6 +90,10 @@ class StepOptions:
     only: tuple[str, ...] = ()
     units: tuple[nn.Module, ...] = ()
     ranks: int = 1
+    parallelize: Parallelize | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    reshard_after_forward: bool | int | None = None
+    device: str | None = None
     repeats: int = 3
 
     @classmethod
@@ -118,6 +135,28 @@ class StepOptions:
         """Return the name of the optimizer that is counted, "" where none is."""
         optimizer = self.optimizer
         return optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer is not None else ""
+
+    def ranks_of(self, model: nn.Module) -> Ranks | None:
+        """Return how a model will be divided over processes; None where it will not.
+
+        Raises:
+            BatchError: `units` or how they are sharded cannot be used.
+        """
+        units = self.unit_paths(model)
+        how = self.mp_policy is not None or self.reshard_after_forward is not None
+        if self.ranks == 1:
+            if how or self.parallelize is not None:
+                raise BatchError("parallelize=, mp_policy= and reshard_after_forward= say how ranks=N processes share")
+            return None
+        if self.parallelize is not None:
+            if how:
+                raise BatchError("with parallelize=, give mp_policy and reshard_after_forward to what it calls")
+            return Ranks(count=self.ranks, parallelize=self.parallelize, words="sharded by the function given")
+        shard = by_fully_shard(units, policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
+        words = f"under fully_shard, on {len(units)} units and the root"
+        if self.mp_policy is not None:
+            words += f", {_policy_words(self.mp_policy)}"
+        return Ranks(count=self.ranks, parallelize=shard, words=words)
 
     def unit_paths(self, model: nn.Module) -> tuple[str, ...]:
         """Return the paths of `units` in a model.
@@ -161,6 +200,12 @@ def _patterns(name: str, given: object) -> tuple[str, ...]:
                 '["h.*.attn"], say'
             )
     return tuple(pattern for pattern in patterns if isinstance(pattern, str))
+
+
+def _policy_words(policy: MixedPrecisionPolicy) -> str:
+    """Say what a mixed-precision policy does."""
+    names = {"computing": policy.param_dtype, "reducing": policy.reduce_dtype}
+    return ", ".join(f"{verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in names.items() if dtype)
 
 
 def _check_ranks(ranks: object) -> None:

@@ -14,7 +14,7 @@ from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
 from ..profiler.results import Arm, Difference, Results, run_steps
-from ..profiler.step import Loss, Step
+from ..profiler.step import Loss, Step, check_present
 from ..profiler.timing import forward_without_saving
 from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
@@ -182,6 +182,7 @@ def verify(
     if steps < 1 or repeats < 0:
         raise BatchError(f"steps must be at least 1 and repeats at least 0, got {steps} and {repeats}")
     step = Step.of(model, batch, loss, holds_output=isinstance(plan, Plan) and plan.circumstances.holds_output)
+    check_present(model)
     check_subject(model, plan)
     plan.check(model)
     if model.training != plan.training:

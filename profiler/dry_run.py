@@ -12,9 +12,11 @@ from typing import TypeVar
 
 import torch
 
+from .absent import is_absent, stand_in
 from .devices import device_of
 from .internals import FakeTensorMode, tensor_registries
 from .leftovers import take_out
+from .ranks import Ranks, sharded
 from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
 from .snapshot import DisturbedError
@@ -28,12 +30,18 @@ class DryRunError(RuntimeError):
     """Raised when a model's forward or backward cannot run on fake tensors."""
 
 
-def on_fakes(step: Step, run: Callable[[Step], Result]) -> Result:
+def on_fakes(step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None = None) -> Result:
     """Run something on fake tensors in place of parameters, buffers and batch; put everything back afterwards.
 
     Replaced are the parameters and buffers of all modules that the step reaches, those of the loss among them, what
     else is trained, and the batch. Small integer and boolean tensors stay real (copies), since forwards look at their
-    values to choose a path. Hooks on gradients do not run; what they were seen to do is done (`Guard.released`).
+    values to choose a path. Hooks on gradients do not run; what they were seen to do is done (`Guard.released`). What
+    has no values, on meta or fake, gets a fake tensor on the CPU in its place, wherever it is reached.
+
+    Args:
+        step: The step.
+        run: What to run, with the step on fake tensors.
+        ranks: How the model is divided over processes meanwhile; None leaves it whole.
 
     Raises:
         DisturbedError: A fake tensor is kept where it cannot be taken out again.
@@ -42,7 +50,7 @@ def on_fakes(step: Step, run: Callable[[Step], Result]) -> Result:
     guard = step.guard
     try:
         with guard.preserved():
-            result = _replaced(step, mode, run)
+            result = _replaced(step, mode, run, ranks)
     except Exception as error:
         # The frames that an error went through would keep their tensors alive.
         _forget_frames(error)
@@ -54,7 +62,7 @@ def on_fakes(step: Step, run: Callable[[Step], Result]) -> Result:
     raise failure
 
 
-def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result]) -> Result:
+def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result], ranks: Ranks | None) -> Result:
     now, released = step.guard.now, step.guard.released
     beside = step.guard.beside(step.model)
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,7 +70,10 @@ def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result]) -
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= SMALL_NUMEL
-            made = tensor.clone() if small else mode.from_tensor(tensor, static_shapes=True)
+            if is_absent(tensor):
+                made = stand_in(tensor, mode)
+            else:
+                made = tensor.clone() if small else mode.from_tensor(tensor, static_shapes=True)
             fakes[id(tensor)] = tensor, made
             if id(tensor) in released:
                 made.register_post_accumulate_grad_hook(_drop_gradient)
@@ -70,13 +81,14 @@ def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result]) -
 
     fake_step = step.map_tensors(fake)
     registries = [registry for module in now.reach.modules for registry in tensor_registries(module)]
-    for tensor in (*(t for r in registries for t in r.values() if t is not None), *(t for _, t in beside)):
+    absent = [*now.reach.fakes, *filter(is_absent, now.reach.tensors)]
+    for tensor in (*(t for r in registries for t in r.values() if t is not None), *(t for _, t in beside), *absent):
         fake(tensor)
     reals = {id(made): tensor for tensor, made in fakes.values()}
     fake_beside = tuple((name, fake(tensor)) for name, tensor in beside)
     now.exchange({number: made for number, (_, made) in fakes.items()})
     try:
-        with mode:
+        with nullcontext() if ranks is None else sharded(step.model, ranks), mode:
             return run(replace(fake_step, beside=fake_beside))
     finally:
         now.exchange(reals)
@@ -105,6 +117,7 @@ def dry_run(
     scratch: ScratchMeter | None = None,
     forward_only: bool = False,
     planned: bool = False,
+    ranks: Ranks | None = None,
 ) -> StepRecord:
     """Record one step (forward, loss, backward) on fake tensors.
 
@@ -118,6 +131,7 @@ def dry_run(
         scratch: Measures what operators allocate inside themselves.
         forward_only: As for `record_step`.
         planned: Whether a plan is applied to the model.
+        ranks: How the model is divided over processes: the step is then that of one of them.
 
     Raises:
         DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
@@ -131,11 +145,12 @@ def dry_run(
             scratch=scratch,
             forward_only=forward_only,
             planned=planned,
+            is_sharded=ranks is not None,
         )
 
     with _no_collection(), _quiet():
         try:
-            return on_fakes(step, record)
+            return on_fakes(step, record, ranks=ranks)
         except (BatchError, DisturbedError):
             raise
         except Exception as error:
@@ -151,6 +166,7 @@ def record_step(
     scratch: ScratchMeter | None = None,
     forward_only: bool = False,
     planned: bool = False,
+    is_sharded: bool = False,
 ) -> StepRecord:
     """Record one step on whatever tensors the model and the batch are made of.
 
@@ -162,6 +178,7 @@ def record_step(
         forward_only: Run forward and loss alone and let autograd save nothing; storages then die when Python and the
             operators let go of them.
         planned: Leave saving to the segments applied to the model; who saves what is then not noted.
+        is_sharded: Hooks gather the model's parameters, and belong to the calls they are around.
     """
     model = step.model
     device = next(model.parameters()).device
@@ -176,7 +193,7 @@ def record_step(
         recorder.identify(buffer, "buffer", name)
     for tensor in step.tensors():
         recorder.identify(tensor, "batch")
-    with recorder, recorder.watch(model, step.repeatable_hooks):
+    with recorder, recorder.watch(model, step.repeatable_hooks, around_hooks=is_sharded):
         saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
             output = step.forward()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -47,7 +48,10 @@ __all__ = [
     "is_operator",
     "is_plain_tensor",
     "kineto_events",
+    "local_part",
+    "private_process_group",
     "ran_on_cpu",
+    "resizes_told",
     "sdp_priority_order",
     "set_version",
     "storage_key",
@@ -214,3 +218,63 @@ def clear_cublas_workspaces() -> None:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `tell` after every `UntypedStorage.resize_`, by which FSDP2 frees and makes room for gathered parameters."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        tell(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        # The method is inherited: what was put over it is taken away.
+        del torch.UntypedStorage.resize_
+
+
+_OF_THE_WORLD = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+
+
+@contextmanager
+def private_process_group(ranks: int) -> Iterator[None]:
+    """Be rank 0 of a group that communicates nothing; what the caller has initialised is out of the way meanwhile."""
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    known, hook = set(_module_state_mapping.keys()), sys.excepthook
+    kept = {
+        name: getattr(c10d, name)
+        for name in (*_OF_THE_WORLD, "_world", "_group_count", "_backend", "_default_pg_init_method")
+    }
+    for name in _OF_THE_WORLD:
+        setattr(c10d, name, {})
+    c10d._world = c10d._World()
+    # Groups are registered by number in C++ as well, where those of the caller's stay.
+    c10d._group_count = 1_000_000
+    try:
+        c10d.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        yield
+    finally:
+        for name in list(c10d._pg_names.values()):
+            c10d._unregister_process_group(name)
+        for name, value in kept.items():
+            setattr(c10d, name, value)
+        # Each initialisation wraps the hook to name the rank.
+        sys.excepthook = hook
+        for module in set(_module_state_mapping.keys()) - known:
+            state = _module_state_mapping.pop(module)()
+            # Whoever looked at the model meanwhile may still have a hook, and by it all that was sharded.
+            if state is not None:
+                vars(state).clear()

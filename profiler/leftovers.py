@@ -31,6 +31,10 @@ def take_out(mode: FakeTensorMode) -> list[str]:
     torch.clear_autocast_cache()
     if not _alive(mode):
         return []
+    # Cycles of the run's own (sharded parameters are in some) go without a look at what was there before it.
+    gc.collect()
+    if not _alive(mode):
+        return []
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     words: list[str] = []

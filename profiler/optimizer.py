@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .dry_run import on_fakes
-from .internals import fakes_take_foreach
+from .internals import fakes_take_foreach, local_part
+from .ranks import Ranks
 from .recorder import Recorder
 from .step import BatchError, Step
 
@@ -27,7 +28,9 @@ _WRAPPED = ("optimizer", "_optimizer")
 """Where the wrappers of accelerate, Lightning and learning rate schedules keep the optimizer that they pass on to."""
 
 
-def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1, ranks: int = 1) -> tuple[int, int]:
+def optimizer_bytes(
+    step: Step, optimizer: Optimizer | str, *, round_to: int = 1, ranks: Ranks | None = None
+) -> tuple[int, int]:
     """Return the bytes of an optimizer's state and the most its step allocates on top of state and gradients.
 
     The state is that of the steady state (after a first step), in which every further step begins. A live optimizer is
@@ -38,7 +41,7 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
         optimizer: An instance, or a wrapper that holds one as `optimizer`, or a name from `NAMES` (with torch's
             defaults; momentum 0.9 for "sgd").
         round_to: Allocation granularity in bytes.
-        ranks: Processes that every parameter's first dimension is divided over; the largest part counts.
+        ranks: How the model is divided over processes; the state is then that of one of them.
 
     Raises:
         BatchError: The name is unknown, the optimizer's parameters are neither the model's nor the loss's, or no twin
@@ -48,11 +51,11 @@ def optimizer_bytes(step: Step, optimizer: Optimizer | str, *, round_to: int = 1
 
     def measure(fake_step: Step) -> tuple[int, int]:
         fakes = [tensor for _, tensor in fake_step.trained()]
-        if ranks > 1:
-            fakes = [_first_part(tensor, ranks) for tensor in fakes]
+        if ranks is not None:
+            fakes = [_own_part(tensor) for tensor in fakes]
         return _measured(_twin(optimizer, groups, fakes), round_to)
 
-    return on_fakes(step, measure)
+    return on_fakes(step, measure, ranks=ranks)
 
 
 def optimizer_named(name: str) -> type[Optimizer]:
@@ -168,6 +171,5 @@ def _measured(twin: Optimizer, round_to: int) -> tuple[int, int]:
     return state_bytes, max(0, record.peak_bytes() - fixed)
 
 
-def _first_part(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    part = tensor.detach()[: -(-tensor.shape[0] // ranks)].clone()
-    return nn.Parameter(part, requires_grad=tensor.requires_grad)
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(local_part(tensor).detach().clone(), requires_grad=tensor.requires_grad)

@@ -12,17 +12,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .allocator import collected, fits
-from .devices import Device, device_of, is_out_of_memory
+from .cards import Card, card
+from .devices import CUDA_GRANULARITY, Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, record_step
 from .optimizer import optimizer_bytes, unwrapped
+from .ranks import Ranks
 from .records import Parts, Profile
 from .repeatable import Repeatable
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
-from .step import BatchError, Loss, Step
+from .step import BatchError, Loss, Step, check_present
 from .step_record import Operator, StepRecord, Storage
-from .timed import time_record
+from .timed import RecordTimes, predicted_times, time_record, times_of_whole
 from .timing import forward_without_saving, train_once
 
 
@@ -36,6 +38,8 @@ class Session:
         scratch: Knows what operators allocate inside themselves.
         accumulation: Gradients exist throughout.
         reference: What the unmodified step computed, once it was run.
+        card: The card that the step is recorded for and never run on; None where it is run here.
+        ranks: How the model is divided over processes; the step is then that of one of them.
     """
 
     step: Step
@@ -43,6 +47,8 @@ class Session:
     scratch: ScratchMeter
     accumulation: bool
     reference: Results | None = None
+    card: Card | None = None
+    ranks: Ranks | None = None
 
     @property
     def place(self) -> Device:
@@ -52,7 +58,12 @@ class Session:
     @property
     def round_to(self) -> int:
         """Return the allocation granularity of the device, in bytes."""
-        return self.place.round_to
+        return self.place.round_to if self.card is None else CUDA_GRANULARITY
+
+    @property
+    def device_words(self) -> str:
+        """Say what the figures are for."""
+        return str(self.device) if self.card is None else f"{self.card.name} (not there: predicted)"
 
     def record(
         self, method: Literal["dry run", "real step"], *, forward_only: bool = False, planned: bool = False
@@ -66,7 +77,9 @@ class Session:
             "planned": planned,
         }
         if method == "dry run":
-            return dry_run(self.step, **options)
+            return dry_run(self.step, **options, ranks=self.ranks)
+        if self.ranks is not None:
+            raise BatchError("a step that cannot run on fake tensors cannot be recorded as one of several ranks")
         with self.step.guard.preserved():
             return record_step(replace(self.step, beside=self.step.guard.beside(self.step.model)), **options)
 
@@ -79,17 +92,31 @@ def open_session(
     accumulation: bool = False,
     holds_output: bool = True,
     repeatable_hooks: Repeatable = False,
+    device: str | None = None,
 ) -> Session:
     """Check the model and the batch and get ready to record steps.
 
+    Args:
+        model: The model; without memory (on meta, or fake) where a card is named.
+        batch: The batch.
+        loss: The loss.
+        accumulation: Gradients exist throughout.
+        holds_output: As for `profile`.
+        repeatable_hooks: Which forward hooks of the user's a replay may run again.
+        device: Name of a card from `cards.CARDS`, to record the step for it without running anything.
+
     Raises:
-        BatchError: The batch cannot be used.
+        BatchError: The batch cannot be used, or the model is not there and no card is named.
         DeviceError: Steps cannot be measured on the model's device.
+        CardError: There is no such card.
     """
     step = replace(Step.of(model, batch, loss, holds_output=holds_output), repeatable_hooks=repeatable_hooks)
-    device = next(model.parameters()).device
-    device_of(device)
-    return Session(step, device, ScratchMeter(), accumulation)
+    if device is not None:
+        return Session(step, torch.device("cpu"), ScratchMeter(), accumulation, card=card(device))
+    check_present(model)
+    place = next(model.parameters()).device
+    device_of(place)
+    return Session(step, place, ScratchMeter(), accumulation)
 
 
 @collected()
@@ -102,7 +129,9 @@ def profile(
     accumulation: bool = False,
     holds_output: bool = True,
     repeats: int = 3,
+    device: str | None = None,
     session: Session | None = None,
+    whole: Profile | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Record one training step: bytes by a dry run, operator times by torch.profiler, and its stages.
@@ -119,26 +148,38 @@ def profile(
             it goes once there is a loss.
         repeats: Most timed repeats after a warm-up (seconds of them are enough); 0 estimates times by bytes moved and
             says so.
+        device: Name of a card, "h100-80gb": the step is recorded for it and nothing is run, so that the model may be on
+            meta; every time is a prediction (`roofline`), and says so.
         session: What `open_session` returned, to share its measurements with later dry runs.
+        whole: The same step of the whole model where `session` has ranks: its times are taken, and nothing is run.
         progress: Called with a few words before each phase.
 
     Raises:
         BatchError: The batch cannot be passed to the model, or there is no loss.
     """
-    session = session or open_session(model, batch, loss, accumulation=accumulation, holds_output=holds_output)
+    session = session or open_session(
+        model, batch, loss, accumulation=accumulation, holds_output=holds_output, device=device
+    )
     session.step.guard.also_keep(optimizer)
     with session.step.guard.undisturbed():
-        return _profile(session, optimizer, repeats, progress or _silent)
+        return _profile(session, optimizer, repeats, whole, progress or _silent)
 
 
-def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, say: Callable[[str], None]) -> Profile:
-    step, device, accumulation = session.step, session.device, session.accumulation
+def _profile(
+    session: Session,
+    optimizer: Optimizer | str | None,
+    repeats: int,
+    whole: Profile | None,
+    say: Callable[[str], None],
+) -> Profile:
+    step = session.step
+    is_run = session.card is None and whole is None
     notes: list[str] = []
     say("recording the step on fake tensors")
-    method, recording = _first_recorded(session, notes)
+    method, recording = _first_recorded(session, notes, is_run=is_run)
     changes = step.guard.changes
     unsaved = session.record(method, forward_only=True)
-    if _used_once(session, recording, changes, notes):
+    if is_run and _used_once(session, recording, changes, notes):
         say("recording the step again, with what it makes at first use")
         recording, unsaved = session.record(method), session.record(method, forward_only=True)
     written = {recording.storages[index].name for operator in recording.operators for index in operator.writes}
@@ -152,9 +193,9 @@ def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, 
     if recording.loss_is_assumed:
         notes.append("no loss was given and the output carries none: the mean of the outputs was taken; pass loss=")
     needed = recording.peak_bytes() - recording.entry_bytes()
-    runs_whole = fits(needed, device)
+    runs_whole = is_run and fits(needed, session.device)
     say("measuring operators' workspace")
-    allocated = kept = 0
+    allocated, kept, unseen = 0, 0, 0
     if runs_whole and repeats > 0:
         try:
             kept = _learn(session)
@@ -165,31 +206,33 @@ def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, 
             runs_whole = False
             session.reference = None
             notes.append(f"memory ran out in a real step, of which nothing was measured: {_first_line(error)}")
-    session.place.release_cached()
-    session.scratch.measure_alone()
+    if session.card is None:
+        session.place.release_cached()
+        session.scratch.measure_alone()
     if session.scratch.unmeasured:
         count = len(session.scratch.unmeasured)
-        notes.append(f"the workspace of {count} convolutions is not counted: memory ran out when they were run alone")
-    if kept:
-        notes.append(f"libraries keep {kept} bytes of workspace on the device; every peak holds them")
+        notes.append(f"the workspace of {count} operators is not counted: memory ran out when they were run alone")
     recording = session.scratch.fill_in(recording)
     recorded = recording.peak_bytes() - recording.entry_bytes()
-    unseen = max(0, allocated - recorded) if not accumulation else 0
+    if whole is not None:
+        kept, unseen = whole.library_bytes, whole.unseen_bytes
+    elif not session.accumulation:
+        unseen = max(0, allocated - recorded)
+    if kept:
+        notes.append(f"libraries keep {kept} bytes of workspace on the device; every peak holds them")
     if unseen > 0.01 * recorded:
         notes.append(f"the allocator gave out {unseen} bytes more than was recorded; every peak is raised by them")
-    notes += _device_notes(session, [operator.operator for operator in recording.operators[: recording.loss_stop]])
     say("timing the step and its operators")
-    with step.guard.preserved():
-        if session.reference is None and repeats > 0:
-            forward_without_saving(step)
-        times = time_record(recording, step, session.place, repeats, lacking=0 if runs_whole else needed)
+    times = _times(session, recording, repeats, whole, notes, lacking=0 if runs_whole else needed)
+    if session.ranks is not None:
+        notes.append(f"bytes are those of each of {session.ranks.count} ranks {session.ranks.words}")
     say("recording the optimizer")
     parts = _parts(session, recording, optimizer, kept)
     storages = _storages(recording, unsaved)
     untimed = len(recording.operators) - len(times.operators_ns)
     return Profile(
         model=type(step.model).__name__,
-        device=str(device),
+        device=session.device_words,
         operators=tuple(map(_timed, recording.operators, [*times.operators_ns, *([0] * untimed)])),
         calls=recording.calls,
         storages=storages,
@@ -202,17 +245,23 @@ def _profile(session: Session, optimizer: Optimizer | str | None, repeats: int, 
         bytes_from=method,
         times_from=times.times_from,
         step_time_from=times.step_time_from,
-        accumulation=accumulation,
+        accumulation=session.accumulation,
         unseen_bytes=unseen,
         library_bytes=kept,
-        notes=(*notes, *times.notes),
+        notes=tuple(dict.fromkeys((*notes, *times.notes))),
     )
 
 
-def _first_recorded(session: Session, notes: list[str]) -> tuple[Literal["dry run", "real step"], StepRecord]:
+def _first_recorded(
+    session: Session, notes: list[str], *, is_run: bool
+) -> tuple[Literal["dry run", "real step"], StepRecord]:
+    if not is_run and session.step.guard.now.stepping_hooks:
+        notes.append("hooks run in backward, and nothing is run to see what they do: gradients count as alive")
     try:
         return "dry run", session.record("dry run")
     except DryRunError as error:
+        if not is_run:
+            raise BatchError(f"{error}; and nothing can be run instead, with a card named or several ranks") from error
         notes.append(f"bytes were recorded in a real step, because {error}")
     return "real step", session.record("real step")
 
@@ -262,6 +311,21 @@ def _learn(session: Session) -> int:
     return kept
 
 
+def _times(
+    session: Session, recording: StepRecord, repeats: int, whole: Profile | None, notes: list[str], *, lacking: int
+) -> RecordTimes:
+    """Take the times of a recorded step from its card's rates, from the whole model's profile, or by running it."""
+    if session.card is not None:
+        return predicted_times(recording, session.card)
+    if whole is not None:
+        return times_of_whole(recording, whole)
+    notes += _device_notes(session, [operator.operator for operator in recording.operators[: recording.loss_stop]])
+    with session.step.guard.preserved():
+        if session.reference is None and repeats > 0:
+            forward_without_saving(session.step)
+        return time_record(recording, session.step, session.place, repeats, lacking=lacking)
+
+
 def _device_notes(session: Session, names: Sequence[str]) -> list[str]:
     """Name what is not counted on a device that runs behind the host."""
     notes: list[str] = []
@@ -289,7 +353,7 @@ def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str |
     parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
     state = step_peak = 0
     if optimizer is not None:
-        state, temporaries = optimizer_bytes(session.step, optimizer, round_to=session.round_to)
+        state, temporaries = optimizer_bytes(session.step, optimizer, round_to=session.round_to, ranks=session.ranks)
         outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
         step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
         step_peak += library_bytes

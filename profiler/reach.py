@@ -58,6 +58,7 @@ class Reach:
         containers: Dictionaries (attributes of objects among them), lists, sets and deques.
         places: Names that hold one value each, outside any such container.
         tensors: All but fake ones.
+        fakes: The fake ones, of a model that was built so.
         generators: Private random generators.
         arrays: Arrays of numpy.
         iterators: What is used up by running.
@@ -70,6 +71,7 @@ class Reach:
         self.containers: list[Any] = []
         self.places: list[Place] = []
         self.tensors: list[torch.Tensor] = []
+        self.fakes: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self.arrays: list[np.ndarray] = []
         self.iterators: list[Any] = []
@@ -124,6 +126,7 @@ class Reach:
 
     def _expand_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):
+            self.fakes.append(tensor)
             return
         self.tensors.append(tensor)
         if tensor.is_leaf and tensor.grad is not None:

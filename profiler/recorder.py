@@ -27,14 +27,17 @@ from .internals import (
     fake_mode_is_on,
     forward_hooks,
     global_forward_hooks,
+    local_part,
     made_by_function,
+    resizes_told,
     storage_key,
     unset_fake_temporarily,
 )
 from .repeatable import Repeatable, may_run_again, remade_by
+from .roofline import cost
 from .scratch import ScratchMeter
 from .step import BatchError
-from .step_record import Kind, ModuleCall, Operator, StepRecord, Storage
+from .step_record import BETWEEN_RANKS, Kind, ModuleCall, Operator, StepRecord, Storage
 
 SMALL_NUMEL = 1 << 20
 """Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
@@ -122,6 +125,7 @@ class Recorder(TorchDispatchMode):
         self._scratch = scratch
         self._index_of: dict[int, int] = {}
         self._references: dict[int, object] = {}
+        self._gathered_by: dict[int, str] = {}
         self._stack: list[int] = [-1]
         self._pending: list[int] = []
         # By storage, the last operator without gradients that returned it; and those that ended custom functions.
@@ -199,27 +203,54 @@ class Recorder(TorchDispatchMode):
 
         A storage of any kind but "activation" is taken to exist from before the step.
         """
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         key = storage_key(storage)
         index = self._index_of.get(key)
         if index is not None:
             return index, False
         elsewhere = self._device is not None and tensor.device != self._device
-        nbytes = 0 if elsewhere else -(-storage.nbytes() // self._round_to) * self._round_to
-        index = len(self.lives)
-        life = _Life(nbytes, -1 if kind != "activation" else self.count, kind, name, self._stream())
-        self.lives.append(life)
+        born = -1 if kind != "activation" else self.count
+        return self._begin(storage, 0 if elsewhere else storage.nbytes(), born, kind, name), True
+
+    def _begin(self, storage: torch.UntypedStorage, nbytes: int, born: int, kind: Kind, name: str) -> int:
+        key, index = storage_key(storage), len(self.lives)
+        nbytes = -(-nbytes // self._round_to) * self._round_to
+        self.lives.append(_Life(nbytes, born, kind, name, self._stream()))
         self._index_of[key] = index
 
         def died(_: object) -> None:
-            if self._stopped:
-                return
-            life.last = self.count - 1
-            self._index_of.pop(key, None)
-            self._references.pop(index, None)
+            # A storage that was resized has had several lives; this ends the last.
+            if self._index_of.get(key) == index:
+                self._gathered_by.pop(key, None)
+                self._end(key)
 
         self._references[index] = weakref.ref(storage, died)
-        return index, True
+        return index
+
+    def _end(self, key: int) -> None:
+        if not self._stopped:
+            index = self._index_of.pop(key)
+            self.lives[index].last = self.count - 1
+            self._references.pop(index, None)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """End a storage's life and begin another of its new size: what is gathered is given back so, and made again."""
+        key = storage_key(storage)
+        before = self._index_of.get(key)
+        call = self._stack[-1]
+        if call < 0 and before is not None and self.lives[before].born >= 0:
+            call = self._operators[self.lives[before].born].call
+        if call >= 0:
+            self._gathered_by.setdefault(key, f"{self._calls[call].module or 'the root'}.gathered")
+        name = self._gathered_by.get(key, "")
+        if before is not None:
+            life = self.lives[before]
+            life.name = life.name or name
+            if life.kind in ("activation", "communication"):
+                life.kind = "unsharded"
+            self._end(key)
+        if storage.nbytes():
+            self._begin(storage, storage.nbytes(), self.count, "unsharded", name)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -227,6 +258,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if any(hasattr(kind, "_local_tensor") for kind in types):
+            # A DTensor computes on its local part, and communicates; those are the operators to see.
+            return NotImplemented
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is torch.ops.aten.detach.default:
             return _run(func, args, kwargs, inputs)
@@ -239,7 +273,11 @@ class Recorder(TorchDispatchMode):
             lives[saved].saved_by.add(here if saved in reads else max(here - 1, 0))
         self._pending.clear()
         sequence = autograd_sequence()
+        # torch numbers the works of its pretended collectives with Python's random numbers.
+        drawn = random.getstate() if func.namespace == "c10d" else None
         out = _run(func, args, kwargs, inputs)
+        if drawn is not None:
+            random.setstate(drawn)
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         produced: list[int] = []
         for tensor in outputs:
@@ -255,6 +293,12 @@ class Recorder(TorchDispatchMode):
             lives[index].read_by.add(here)
         for index in written:
             lives[index].written_by.add(here)
+        if str(func).startswith(BETWEEN_RANKS):
+            for index in (*produced, *written):
+                if lives[index].kind == "activation":
+                    lives[index].kind = "communication"
+        is_view = bool(outputs) and not produced and not writes
+        spent = cost(func, args, kwargs, inputs, out, moves=bool(produced or writes))
         self._operators.append(
             Operator(
                 operator=str(func),
@@ -264,11 +308,14 @@ class Recorder(TorchDispatchMode):
                 produces=tuple(produced),
                 writes=written,
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
-                is_view=bool(outputs) and not produced and not writes,
+                is_view=is_view,
                 private_generator=any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())),
                 fills_argument=func.overloadpacket not in _BATCH_NORMS
                 and any(id(tensor) not in returned and not is_self for tensor, is_self in writes),
                 counted=is_counted(func, args),
+                flops=spent.flops,
+                moved_bytes=spent.moved_bytes,
+                dtype=spent.dtype,
             )
         )
         self._seen.append(
@@ -276,7 +323,7 @@ class Recorder(TorchDispatchMode):
                 sequence=sequence,
                 of_view=bool(inputs) and inputs[0]._is_view(),
                 grad_enabled=torch.is_grad_enabled(),
-                scratch_key=self._scratch.key(func, args, kwargs, outputs) if self._scratch is not None else None,
+                scratch_key=self._scratch.key(func, args, kwargs) if self._scratch is not None else None,
             )
         )
         return out
@@ -315,27 +362,28 @@ class Recorder(TorchDispatchMode):
         self._pending.clear()
 
     @contextmanager
-    def watch(self, model: nn.Module, repeatable: Repeatable = False) -> Iterator[None]:
+    def watch(self, model: nn.Module, repeatable: Repeatable = False, *, around_hooks: bool = False) -> Iterator[None]:
         """Note the calls of every submodule's forward, what they ran and what they changed besides their output.
 
         Args:
             model: The model.
             repeatable: Which hooks of the user's may run again.
+            around_hooks: Let a call hold what hooks before and after it run (gathering of sharded parameters).
         """
         everywhere = any(not may_run_again(hook, None, repeatable) for hook in global_forward_hooks())
         with ExitStack() as stack:
+            stack.enter_context(resizes_told(self._resized))
             for name, module in model.named_modules():
                 self._hooked[name] = everywhere or any(
                     not may_run_again(hook, module, repeatable) for hook in forward_hooks(module)
                 )
                 self._remade[name] = frozenset(made.attribute for made in remade_by(forward_hooks(module)))
                 # What makes a weight anew belongs to the call: it runs again where the call does.
-                handle = module.register_forward_pre_hook(
-                    _Enter(self, name), with_kwargs=True, prepend=bool(self._remade[name])
-                )
+                first = around_hooks or bool(self._remade[name])
+                handle = module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=first)
                 stack.callback(handle.remove)
                 handle = module.register_forward_hook(
-                    _Leave(self, name), prepend=True, with_kwargs=True, always_call=True
+                    _Leave(self, name), prepend=not around_hooks, with_kwargs=True, always_call=True
                 )
                 stack.callback(handle.remove)
             yield
@@ -499,6 +547,8 @@ def _containers(value: Any, held: set[int], depth: int) -> Any:
     return _shape_of(value, depth)
 
 
+_NOT_THE_MODULES_OWN = ("_forward", "_backward", "_state_dict", "_load_state", "__composable_api_state_key")
+"""Beginnings of the names of attributes that hold hooks, and what `fully_shard` keeps."""
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -506,7 +556,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: _shape_of(value, 1)
         for name, value in vars(module).items()
-        if name not in _REGISTRIES and not name.startswith(("_forward", "_backward", "_state_dict", "_load_state"))
+        if name not in _REGISTRIES and not name.startswith(_NOT_THE_MODULES_OWN)
     }
 
 

@@ -1,13 +1,14 @@
 """Measure the workspace operators allocate inside themselves, which no dry run can see: convolutions, LSTMs.
 
 Where the step fits the device, one real step under torch.profiler shows every operator's. Where it does not,
-convolutions are run alone, each distinct call once, on tensors of ones. What the allocator gave out inside an operator
-beyond what the operator returned is its scratch.
+convolutions are run alone, each distinct call once, on tensors of ones. So are products and sums that a rank computes
+in another type than the step that was run. What the allocator gave out inside an operator beyond what the operator
+returned is its scratch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,15 @@ from .internals import unset_fake_temporarily
 from .step_record import StepRecord
 
 MEASURED_ALONE = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-"""Operators that can safely be run alone on made-up values."""
+"""Operators that can safely be run alone on made-up values, and whose scratch may be large."""
+_NEW_ALONE = frozenset(
+    {
+        *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"),
+        *("aten.mean.default", "aten.sum.dim_IntList", "aten.native_layer_norm_backward.default"),
+        "fsdp.chunk_cat.default",
+    }
+)
+"""The same, for calls that a step which was run did not have: mixed precision on ranks brings other types."""
 
 
 class ScratchMeter:
@@ -37,15 +46,17 @@ class ScratchMeter:
         self._alone: dict[str, tuple[Callable[[], Any], torch.device]] = {}
         self._names: frozenset[str] | None = None
 
-    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Any]) -> str | None:
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Return what identifies a call; None for operators known to take no scratch."""
         name = str(func)
-        if self._names is not None and name not in self._names:
+        is_new_alone = self._names is not None and name in _NEW_ALONE
+        if self._names is not None and name not in self._names and not is_new_alone:
             return None
         key = repr((name, pytree.tree_map(_signature, (args, sorted(kwargs.items())))))
-        if name in MEASURED_ALONE and key not in self._known and key not in self._alone:
+        if (name in MEASURED_ALONE or is_new_alone) and key not in self._known and key not in self._alone:
             spec_args, spec_kwargs = pytree.tree_map_only(torch.Tensor, _Blueprint, (args, dict(kwargs)))
-            self._alone[key] = (lambda: _prepare(func, spec_args, spec_kwargs), outputs[0].device)
+            device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self._alone[key] = (lambda: _prepare(func, spec_args, spec_kwargs), device)
         return key
 
     def learn(self, train: Callable[[], Any], device: torch.device) -> int:
@@ -66,7 +77,7 @@ class ScratchMeter:
         return whole[0]
 
     def measure_alone(self) -> None:
-        """Run the convolutions met so far, whose scratch is not known, alone."""
+        """Run alone the calls met so far that can be, and whose scratch is not known."""
         pending = {key: call for key, call in self._alone.items() if key not in self._known}
         self._alone.clear()
         if not pending:

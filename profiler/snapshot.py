@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .absent import is_absent
 from .allocator import fits
 from .contents import changed_in, flat, is_equal_data, refill, replace_items
 from .devices import all_random_states
@@ -56,7 +57,7 @@ class Snapshot:
         self.reach = Reach(roots)
         self.contents = self.read()
         self.stepping_hooks = _has_gradient_hooks(self.reach)
-        parameters = [tensor for tensor in self.reach.tensors if is_parameter(tensor)]
+        parameters = [tensor for tensor in self.reach.tensors if is_parameter(tensor) and not is_absent(tensor)]
         needed = sum(tensor.nbytes for tensor in parameters)
         if self.stepping_hooks and not fits(needed, _CPU):
             raise DisturbedError(
@@ -197,6 +198,7 @@ class _Held:
         self.requires_grad = tensor.requires_grad
         self.grad = tensor.grad if tensor.is_leaf else None
         simple = self.key is not None and tensor.grad_fn is None and not tensor.is_inference()
+        simple = simple and not is_absent(tensor)
         # The host keeps the copies of parameters: a device may have no room for them.
         home = _CPU if is_parameter(tensor) else tensor.device
         self.copy = self.data.to(home, copy=True) if simple and copied else None

@@ -16,6 +16,7 @@ from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from .absent import is_absent
 from .guard import Guard
 from .repeatable import Repeatable
 
@@ -171,9 +172,19 @@ def _check_model(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise BatchError(f"{name!r} is not initialised (a lazy module): run the model once before planning")
-        if tensor.device.type == "meta":
+
+
+def check_present(model: nn.Module) -> None:
+    """Check that a model has memory, as it must to be run.
+
+    Raises:
+        BatchError: A parameter or buffer has not; the message says what to do.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_absent(tensor):
             raise BatchError(
-                f"{name!r} is on the meta device: give the model memory, model.to_empty(device=...), first"
+                f"{name!r} has no memory (it is {'on meta' if tensor.device.type == 'meta' else 'fake'}): name a card "
+                "to plan for, device='h100-80gb', or give the model memory, model.to_empty(device=...)"
             )
 
 

@@ -27,6 +27,10 @@ CATEGORIES = (
 )
 
 
+BETWEEN_RANKS = ("c10d.", "_c10d_functional.", "fsdp.")
+"""Beginnings of the names of operators that fill, send or receive buffers between ranks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """Describe one ATen call of the step, forward or backward.
@@ -48,6 +52,9 @@ class Operator:
         in_function: A custom autograd function ran it, or ended with it; a record of what is called does not see those.
         replayed: It runs in backward to compute again what a checkpointed segment dropped.
         forward_of: For a backward operator, the forward operator whose gradient it computes; else -1.
+        flops: Floating-point operations of products, convolutions and attention; see `roofline.Cost`.
+        moved_bytes: Bytes of its arguments and results; 0 for a view.
+        dtype: Name of its first floating-point argument's type.
     """
 
     operator: str
@@ -66,6 +73,9 @@ class Operator:
     in_function: bool = False
     replayed: bool = False
     forward_of: int = -1
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

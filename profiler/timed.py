@@ -1,12 +1,20 @@
-"""The times of a recorded step: measured where it runs, measured again where they cannot be right, else estimated."""
+"""The times of a recorded step: measured where it runs, measured again where they cannot be right, else estimated.
+
+Where its device is not there they are predicted from a named card's rates; one rank's operators take the times that the
+same operators of the whole model took.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .cards import Card
 from .devices import Device, is_out_of_memory
 from .kernels import with_host
+from .records import Profile
+from .roofline import Efficiency, predicted_ns
 from .step import Step
 from .step_record import Operator, StepRecord
 from .times import Origin, Spread, estimated, measured
@@ -62,6 +70,51 @@ def time_record(record: StepRecord, step: Step, place: Device, repeats: int, *, 
             continue
         return _measured(found, place, lacking, notes)
     return _estimates(record, "memory ran out while measuring", notes)
+
+
+def predicted_times(record: StepRecord, card: Card) -> RecordTimes:
+    """Predict times from a card's peak rates, backward's operators included; see `roofline`."""
+    times = [predicted_ns(operator, card, Efficiency()) for operator in record.operators]
+    origin = estimated(f"roofline of {card.name}, nothing was run")
+    return RecordTimes(
+        operators_ns=tuple(times[: record.loss_stop]),
+        forward=Spread.of([sum(times[: record.loss_stop])]),
+        step=Spread.of([sum(times)]),
+        times_from=origin,
+        step_time_from=origin,
+        notes=(
+            "nothing was run: times are predicted from the card's peak rates, so that absolute ones are rough; "
+            "launching kernels, collectives and what hides behind other work are not modelled",
+        ),
+    )
+
+
+def times_of_whole(record: StepRecord, whole: Profile) -> RecordTimes:
+    """Give one rank's operators the times of the whole model's, by module call, name and turn.
+
+    What the sharded forward runs besides (gathering, casts) takes no time here.
+    """
+    known = {place: o.forward_ns for place, o in zip(_places(whole), whole.operators, strict=False)}
+    return RecordTimes(
+        operators_ns=tuple(known.get(place, 0) for place in _places(record)),
+        forward=whole.forward,
+        step=whole.step,
+        times_from=whole.times_from,
+        step_time_from=whole.step_time_from,
+        notes=whole.notes,
+    )
+
+
+def _places(record: StepRecord) -> list[tuple[str, int, str, int]]:
+    turns: Counter[tuple[str, int, str]] = Counter()
+    found: list[tuple[str, int, str, int]] = []
+    for operator in record.operators[: record.loss_stop]:
+        call = record.calls[operator.call] if operator.call >= 0 else None
+        module, index = ("", -1) if call is None else (call.module, call.index)
+        place = (module, index, operator.operator)
+        found.append((module, index, operator.operator, turns[place]))
+        turns[place] += 1
+    return found
 
 
 def _believable(measure: Callable[[], StepTimes]) -> StepTimes:

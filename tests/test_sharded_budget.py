@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import socket
+import sys
 import threading
 import warnings
 
@@ -16,12 +17,17 @@ from remat.planner.finding.planning import Planner
 from remat.planner.pictures.timeline import profile_timeline
 from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 RANKS = 2
 CPU = torch.device("cpu")
 BUDGETS = ("80%", "least")
-CASES = [("stack", None, False), ("stack", "adamw", False), ("stack", None, True), ("gpt2", None, False)]
-CASES += [("gpt2", "adamw", False), ("unusual", None, False), ("root alone", None, False)]
+CASES = [("mixed", "adamw", True), ("unusual", None, False)]
+MORE = [("stack", None, True), ("stack", "adamw", False), ("gpt2", "adamw", False), ("mixed", None, False)]
+MORE += [("root alone", None, False), ("not resharded", None, False)]
+every_case = pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str
+)
 # A checkpoint's copies of the random state (5,056 bytes each) are counted as if all were alive at the peak.
 TOLERANCE = 0.01
 
@@ -75,9 +81,18 @@ def build(kind):
     return model, [] if kind == "root alone" else units, {"x": torch.randn(256, 96)}, mean_square
 
 
-def planner_of(kind, optimizer=None, accumulation=False, ranks=RANKS):
+def how(kind):
+    """Return what is given to `fully_shard` besides: for the units and the root, and for the units alone."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    both = {"mp_policy": mixed} if kind == "mixed" else {}
+    return both, {"reshard_after_forward": False} if kind == "not resharded" else {}
+
+
+def planner_of(kind, optimizer=None, accumulation=False, ranks=RANKS, repeats=1):
     model, units, batch, loss = build(kind)
-    options = {"optimizer": optimizer, "accumulation": accumulation, "units": units, "ranks": ranks, "repeats": 1}
+    options = {"optimizer": optimizer, "accumulation": accumulation, "units": units, "ranks": ranks, "repeats": repeats}
+    both, of_units = how(kind)
+    options |= both | of_units
     return Planner.of(model, batch, loss=loss, **options)
 
 
@@ -90,15 +105,13 @@ def planned(planner, budget):
 
 
 def apart(collective):
-    """Run a collective where the meter does not look, and make the copy that gloo takes of its buffer here instead.
+    """Run a collective where the meter does not look, on copies of its own.
 
-    gloo's threads take that copy and give it back, and hold the tensors they are given a moment longer, out of the
-    profiler's sight: it would count what is long gone.
+    gloo takes a copy of its buffer, which NCCL does not, and its threads give that back and let go of the tensors they
+    are given a moment late, out of the profiler's sight: it would count what is long gone.
     """
 
     def call(output, input, **options):  # noqa: A002
-        staged = torch.empty_like(max(output, input, key=torch.Tensor.numel))
-
         def communicate():
             result = torch.empty_like(output)
             collective(result, input.clone(), **options)
@@ -107,18 +120,16 @@ def apart(collective):
         thread = threading.Thread(target=communicate)
         thread.start()
         thread.join()
-        del staged
 
     return call
 
 
-def shard(model, units):
-    from torch.distributed.fsdp import fully_shard
-
+def shard(kind, model, units):
+    both, of_units = how(kind)
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
     for unit in reversed(units):
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(unit, mesh=mesh, **both, **of_units)
+    fully_shard(model, mesh=mesh, **both)
 
 
 def held_bytes(tensors):
@@ -135,7 +146,7 @@ def measure(kind, optimizer, accumulation, text):
     model, units, batch, loss = build(kind)
     if text:
         apply(model, Plan.from_json(text))
-    shard(model, units)
+    shard(kind, model, units)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stepper = torch.optim.AdamW(trained) if optimizer else None
 
@@ -157,6 +168,7 @@ def measure(kind, optimizer, accumulation, text):
 
 
 def run(rank, port, plans, answers):
+    cases = list(dict.fromkeys(case for case, _ in plans))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
@@ -165,7 +177,7 @@ def run(rank, port, plans, answers):
     )
     try:
         found = {}
-        for case in CASES:
+        for case in cases:
             peak, expected = measure(*case, "")
             found[case, ""] = peak, True
             for budget in BUDGETS:
@@ -178,13 +190,16 @@ def run(rank, port, plans, answers):
 
 
 @pytest.fixture(scope="module")
-def planners():
-    return {case: planner_of(*case) for case in CASES}
+def planners(request):
+    """Return the planners of the cases that are tested in this run: most leave the slow ones out."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = dict.fromkeys([*CASES, *(item.callspec.params.get("case", CASES[0]) for item in items)])
+    return {case: planner_of(*case) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def plans(planners):
-    return {(case, budget): planned(planners[case], budget) for case in CASES for budget in BUDGETS}
+    return {(case, budget): planned(planner, budget) for case, planner in planners.items() for budget in BUDGETS}
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +214,7 @@ def measured(plans):
     return dict(answers.get() for _ in range(RANKS))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_the_peak_of_the_unplanned_step_is_each_ranks_to_the_byte(case, planners, measured):
     predicted = planners[case].profile.peak_bytes()
     peaks = [measured[rank][case, ""][0] for rank in range(RANKS)]
@@ -208,7 +223,7 @@ def test_the_peak_of_the_unplanned_step_is_each_ranks_to_the_byte(case, planners
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_a_planned_rank_stays_within_what_was_promised_and_close_to_it(case, budget, plans, measured):
     promised = plans[case, budget]
     assert promised.segments
@@ -219,30 +234,26 @@ def test_a_planned_rank_stays_within_what_was_promised_and_close_to_it(case, bud
         assert (1 - TOLERANCE) * promised.predicted_peak_bytes <= peak <= promised.predicted_peak_bytes
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_planned_and_unplanned_steps_are_divided_alike(case, planners):
     planner = planners[case]
     profile = planner.profile
-    recorded = int(planner.search.on_rank(planner.session.record("dry run")).live_bytes().max())
+    with planner.session.step.guard.undisturbed():
+        recorded = int(planner.session.record("dry run").live_bytes().max())
     peak = recorded + profile.parts.optimizer + profile.unseen_bytes
     assert max(peak, profile.parts.optimizer_step_peak) == profile.peak_bytes()
     assert profile_timeline(planner.profile).peak_bytes == planner.profile.peak_bytes()
 
 
-@pytest.mark.parametrize("ranks", [3, 1000])
+@pytest.mark.parametrize("ranks", [3, 200])
 def test_a_rank_holds_the_largest_part_of_every_parameter(ranks):
-    planner = planner_of("stack", "adamw", ranks=ranks)
+    planner = planner_of("stack", "adamw", ranks=ranks, repeats=0)
     shapes = [parameter.shape for parameter in build("stack")[0].parameters()]
     parts = [-(-shape[0] // ranks) * shape[1:].numel() * 4 for shape in shapes]
     assert planner.profile.parts.parameters == sum(parts)
     assert planner.profile.parts.gradients == sum(parts)
     assert planner.profile.parts.optimizer == 2 * sum(parts) + 4 * len(parts)
     assert planner.whole.parts.parameters == sum(shape.numel() * 4 for shape in shapes)
-
-
-def test_kept_gradients_are_alive_throughout(planners):
-    once, kept = planners["stack", None, False].profile, planners["stack", None, True].profile
-    assert kept.fixed_bytes() == once.fixed_bytes() + kept.parts.gradients
 
 
 def test_a_plan_for_ranks_is_kept_in_its_file_and_older_files_have_one(plans):
@@ -261,13 +272,13 @@ def test_a_plan_for_ranks_says_so(planners, plans):
 
 
 def test_a_budget_too_small_for_a_rank_is_refused_by_what_it_holds(planners):
-    with pytest.raises(InfeasibleBudgetError, match=r"fits 1 Byte on each of 2 ranks.*gathered parameters of blocks"):
-        planners["root alone", None, False].plan(1, solver="dp")
+    with pytest.raises(InfeasibleBudgetError, match=r"fits 1 Byte on each of 2 ranks: .*% parameters"):
+        planners[CASES[1]].plan(1, solver="all")
 
 
 def test_verify_compares_results_and_leaves_the_ranks_peak_alone(plans):
-    model, _, batch, loss = build("stack")
-    found = verify(model, batch, plans[CASES[1], "least"], loss=loss, repeats=0)
+    model, _, batch, loss = build("mixed")
+    found = verify(model, batch, plans[CASES[0], "least"], loss=loss, repeats=0)
     assert found.exact
     assert dataclasses.replace(found, measured_peak_bytes=found.budget_bytes + 1).within_budget
     assert f"allowed on each of {RANKS} ranks" in str(found)
@@ -283,20 +294,64 @@ def test_ranks_must_be_a_positive_int(ranks):
 
 def test_a_parameter_shared_between_units_is_refused():
     model, units, batch, _ = build("gpt2")
-    with pytest.raises(ValueError, match=r"wte.weight' is shared between the units \(root\) and transformer.wte"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*wte\.weight' is shared with a parameter already managed"):
         plan(model, batch, "80%", units=[*units, model.transformer.wte], ranks=RANKS)
 
 
 def test_a_scalar_parameter_is_refused():
     model, units, batch, loss = build("stack")
     model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"'scale' is a scalar.*over 2 ranks"):
+    with pytest.raises(ValueError, match=r"over 2 ranks.*support scalar parameters\. Change scale"):
         plan(model, batch, "80%", loss=loss, units=units, ranks=RANKS)
 
 
 def test_the_model_is_left_as_it_was():
     model, units, batch, loss = build("stack")
-    before = copy.deepcopy(model.state_dict())
+    before, hook = copy.deepcopy(model.state_dict()), sys.excepthook
     Planner.of(model, batch, loss=loss, optimizer="adamw", units=units, ranks=RANKS, repeats=0).plan("80%", solver="dp")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+def test_a_process_group_of_the_users_own_is_as_it_was_after_planning():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        group, count = dist.group.WORLD, dist.get_world_size()
+        profile = planner_of("root alone", ranks=8, repeats=0).profile
+        assert "each of 8 ranks" in str(profile)
+        assert (dist.group.WORLD, dist.get_world_size()) == (group, count)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert dist.get_group_rank(dist.new_group([0]), 0) == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_function_may_shard_instead_of_units(planners):
+    model, _, batch, loss = build("mixed")
+    policy = how("mixed")[0]
+
+    def parallelize(model, mesh):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **policy)
+        fully_shard(model, mesh=mesh, **policy)
+
+    options = {"loss": loss, "ranks": RANKS, "optimizer": "adamw", "accumulation": True, "repeats": 1}
+    given = Planner.of(model, batch, parallelize=parallelize, **options).profile
+    assert given.peak_bytes() == planners[CASES[0]].profile.peak_bytes()
+    assert "sharded by the function given" in str(given)
+
+
+def test_a_function_that_wraps_the_model_is_refused():
+    model, _, batch, loss = build("stack")
+    with pytest.raises(ValueError, match="returned a Sequential around the model"):
+        Planner.of(model, batch, loss=loss, ranks=RANKS, repeats=0, parallelize=lambda m, mesh: nn.Sequential(m))
+
+
+@pytest.mark.parametrize("option", [{"mp_policy": MixedPrecisionPolicy()}, {"reshard_after_forward": True}])
+def test_how_to_shard_says_nothing_without_ranks(option):
+    model, _, batch, loss = build("stack")
+    with pytest.raises(ValueError, match="say how ranks=N processes share"):
+        Planner.of(model, batch, loss=loss, **option)

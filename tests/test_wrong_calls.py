@@ -266,7 +266,7 @@ class Checkpoints(nn.Module):
     [
         (lambda: torch.jit.script(nn.Linear(8, 8)), X, "torch.jit.script"),
         (lambda: nn.Sequential(nn.Embedding(8, 8, sparse=True)), torch.arange(8), "sparse gradients"),
-        (lambda: nn.Sequential(nn.Linear(8, 8, device="meta")), X, "meta device"),
+        (lambda: nn.Sequential(nn.Linear(8, 8, device="meta")), X, "is on meta.*name a card"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), X, "not initialised"),
         (Differentiates, torch.randn(4, 8), "differentiates inside its own forward"),
         (Checkpoints, torch.randn(4, 8), "checkpoints itself"),

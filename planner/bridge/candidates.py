@@ -10,6 +10,7 @@ import numpy as np
 
 from ...profiler.host import HostCosts
 from ...profiler.records import Profile
+from ...profiler.step_record import BETWEEN_RANKS
 from ...solvers.problem import Candidate, Operator, Tensor
 from ..errors import PlanError
 from .calls import CallIndex
@@ -95,6 +96,9 @@ class _Candidates:
         self.cross_operators = cross_operators
         self.blocks = _blocks(profile)
         self.replays = Replays(profile)
+        self.between_ranks = [
+            k for k, operator in enumerate(profile.operators) if operator.operator.startswith(BETWEEN_RANKS)
+        ]
         self.position = {bound: position for position, bound in enumerate(stages.bounds)}
         self.operators_of = defaultdict[int, list[int]](list)
         for index, operator in enumerate(operators):
@@ -159,6 +163,9 @@ class _Candidates:
     def _candidate(self, start: int, stop: int, *, is_block: bool) -> Candidate:
         first, end = self.stages.bounds[start], self.stages.bounds[stop]
         replay_stop = self.replays.stop(first, end)
+        # A replay may find gathered what forward had to gather, or the other way round, and selective checkpointing
+        # refuses a replay that runs other operators.
+        communicates = bisect_left(self.between_ranks, first) < bisect_left(self.between_ranks, end)
         replayed_ns = int(self.stages.before_ns[replay_stop] - self.stages.before_ns[first])
         return Candidate(
             start=start,
@@ -170,7 +177,7 @@ class _Candidates:
                 index
                 for stage in range(start, stop)
                 for index in self.operators_of.get(stage, ())
-                if self.savable[index] < replay_stop
+                if self.savable[index] < replay_stop and not communicates
             ),
             never_within=self._never_within(start, stop),
         )

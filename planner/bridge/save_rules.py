@@ -35,11 +35,17 @@ def _is_worth_it(profile: Profile, operator: Operator) -> bool:
     return operator.forward_ns >= SAVABLE * profile.forward_ns
 
 
+def _is_an_activation(profile: Profile, operator: Operator) -> bool:
+    """What ranks gather and send is freed and filled again behind a save set's back."""
+    return all(profile.storages[s].kind == "activation" for s in operator.produces)
+
+
 RULES: tuple[Callable[[Profile, Operator], bool], ...] = (
     _makes_something,
     _can_be_named,
     _draws_nothing,
     _stays_unchanged,
+    _is_an_activation,
     _is_worth_it,
 )
 

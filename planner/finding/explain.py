@@ -53,8 +53,7 @@ def explain_peak(recording: StepRecord, profile: Profile, peak_bytes: int, *, li
                 held[f"activations of {_kind(_place(recording, storage.born))}"] += storage.nbytes
     scratch = recording.operators[at].scratch_bytes
     if scratch:
-        sharded = any(storage.kind == "unsharded" for storage in recording.storages)
-        held["collectives at the operator" if sharded else "workspace inside the operator"] = scratch
+        held["workspace inside the operator"] = scratch
     largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
     phase = "forward" if at < recording.loss_stop else "backward"
     named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)

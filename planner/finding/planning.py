@@ -11,8 +11,7 @@ from torch import nn
 
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
-from ...profiler.host import host_costs
-from ...profiler.optimizer import optimizer_bytes
+from ...profiler.host import HostCosts, host_costs
 from ...profiler.step import Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
@@ -26,7 +25,6 @@ from ..fingerprint import Fingerprint
 from ..options import StepKeywords, StepOptions
 from ..pictures.timeline import Timeline
 from ..plan import BatchTensor, Plan, PlannedSegment
-from ..sharding.sharding import Sharding
 from .explain import explain_peak, held_output
 from .search import DryRunFailedError, Search, Trial
 from .trial import Fault, Trials
@@ -161,49 +159,39 @@ class Planner:
             BatchError: The batch, `units` or `ranks` cannot be used.
         """
         options = StepOptions.of(step)
-        ranks, optimizer = options.ranks, options.optimizer
-        # Shards of gradients that stay from batch to batch are added by the sharding; whole gradients do not stay.
-        kept_whole = options.accumulation and ranks == 1
         session = open_session(
             model,
             batch,
             options.loss,
-            accumulation=kept_whole,
+            accumulation=options.accumulation,
             holds_output=options.holds_output,
             repeatable_hooks=options.repeatable_hooks,
+            device=options.device,
         )
-        paths = options.unit_paths(model)
+        paths, ranks = options.unit_paths(model), options.ranks_of(model)
+        session.ranks = ranks
         scope = Scope(exclude=options.exclude, only=options.only)
         scope.check(model)
-        sharding = None
-        if ranks > 1:
-            sharding = Sharding.of(model, paths, ranks, accumulation=options.accumulation, round_to=session.round_to)
-        session.step.guard.also_keep(optimizer)
+        session.step.guard.also_keep(options.optimizer)
+        known: dict[str, Any] = {"optimizer": options.optimizer, "repeats": options.repeats, "progress": progress}
         with unplanned(model), session.step.guard.undisturbed():
-            whole = profile(
-                model,
-                batch,
-                loss=options.loss,
-                optimizer=optimizer,
-                accumulation=kept_whole,
-                repeats=options.repeats,
-                session=session,
-                progress=progress,
-            )
-            recorded = whole
-            if sharding is not None:
-                sizes = {"round_to": session.round_to, "ranks": ranks}
-                kept = None if optimizer is None else optimizer_bytes(session.step, optimizer, **sizes)
-                recorded = sharding.of_profile(whole, kept)
+            whole = None
+            if ranks is not None and session.card is None:
+                # The whole model is run here, for times and results; gradients that stay are only ever shards.
+                alone = replace(session, ranks=None, accumulation=False)
+                whole = profile(model, batch, session=alone, **known)
+                session.reference = alone.reference
+            recorded = profile(model, batch, session=session, whole=whole, **known)
         bridge = Bridge(
             recorded,
-            host_costs(session.device),
+            # What a host pays that is not here hides behind its card's work, as far as is known.
+            HostCosts(0, 0) if session.card is not None else host_costs(session.device),
             cross_operators=options.cross_operators,
             save_sets=options.save_sets,
             units=paths,
             scope=scope,
         )
-        search = Search(recorded, whole, bridge, session, sharding)
+        search = Search(recorded, whole or recorded, bridge, session)
         return Planner(search, Trials(session.reference), options, paths, autocast_now(session.device.type))
 
     def check_given(self, model: nn.Module, batch: object, step: StepKeywords) -> None:
@@ -232,7 +220,7 @@ class Planner:
 
     @property
     def whole(self) -> Profile:
-        """Return the recorded step of the whole model."""
+        """Return the recorded step of the whole model; one rank's where nothing is run."""
         return self.search.whole
 
     @property
@@ -248,7 +236,7 @@ class Planner:
     @property
     def ranks(self) -> int:
         """Return the processes that the model will be sharded over; 1 where it will not."""
-        return 1 if self.search.sharding is None else self.search.sharding.ranks
+        return self.options.ranks
 
     @collected()
     def plan(
@@ -326,7 +314,7 @@ class Planner:
             alive_bytes = int(profile.live_bytes().max(initial=0)) + beside
             timeline = Timeline.of(profile, profile, alive_bytes=alive_bytes, step_ns=profile.step_ns)
             return replace(timeline, peak_words=explain_peak(profile, profile, timeline.peak_bytes))
-        record, alive_bytes, _, _ = self.search.dry_run(plan.segments)
+        record, alive_bytes, _ = self.search.dry_run(plan.segments)
         promised = plan.predicted_peak_bytes or 0
         if promised > profile.parts.optimizer_step_peak:
             alive_bytes = max(alive_bytes, promised)
@@ -352,6 +340,10 @@ class Planner:
         return f"<Planner of {self.profile!r}>"
 
     def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
+        card = self.session.card
+        if card is not None:
+            self.trials.unchecked = f"the plan was not tried on a real step: it was made for {card.name} without one"
+            return []
         say(f"running {len(segments)} segments against the unmodified step")
         return self.trials.check(self.session.step, segments, self._whole_step_bytes())
 
@@ -360,10 +352,13 @@ class Planner:
         return self.whole.peak_bytes() - self.whole.fixed_bytes()
 
     def _as_measured(self, trial: Trial) -> Trial:
-        """Raise a trial's peak by what the allocator gave out beyond the dry run, where the planned step was run."""
-        if self.trials.peak_bytes is None or self.whole.accumulation:
+        """Raise a trial's peak by what the allocator gave out beyond the dry run, where the planned step was run.
+
+        The whole model is run, so that one rank's peak is left as it is.
+        """
+        if self.trials.peak_bytes is None or self.whole.accumulation or self.session.ranks is not None:
             return trial
-        missed = max(0, self.search.with_entry(self.trials.peak_bytes) - trial.whole_bytes)
+        missed = max(0, self.search.with_entry(self.trials.peak_bytes) - trial.alive_bytes)
         return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + trial.beside_bytes + missed))
 
     def _without(self, fault: Fault) -> Planner:
@@ -376,7 +371,7 @@ class Planner:
 
     def plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
         """Return a trial as a plan, with all that was promised about it and the circumstances it holds for."""
-        recorded, solution = self.profile, trial.solution
+        recorded, solution, card = self.profile, trial.solution, self.session.card
         step_ns = max(1, recorded.step_ns)
         model = self.session.step.model
         is_estimate = recorded.times_from.is_estimate or recorded.step_time_from.is_estimate
@@ -405,7 +400,7 @@ class Planner:
             status=str(solution.status.value),
             circumstances=Circumstances(
                 autocast=self.autocast,
-                device=self.session.place.words,
+                device=self.session.place.words if card is None else f"cuda ({card.name}, not there: predicted)",
                 accumulation=recorded.accumulation,
                 holds_output=self.options.holds_output,
                 optimizer=self.options.optimizer_name,
@@ -417,7 +412,7 @@ class Planner:
                 exclude=self.options.exclude,
                 only=self.options.only,
             ),
-            bytes_from="measured",
+            bytes_from="measured" if card is None else "estimated",
             times_from="estimated" if is_estimate else "measured",
             fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
             batch=_batch_tensors(self.session.step),

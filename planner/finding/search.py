@@ -19,7 +19,6 @@ from ..applier.apply import apply_segments, unplanned
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
 from ..plan import PlannedSegment
-from ..sharding.sharding import Sharding
 
 ROUNDS = 8
 """Most rounds of solving and dry-running."""
@@ -38,9 +37,8 @@ class Trial:
     Attributes:
         solution: The solver's answer.
         segments: Its segments by name.
-        recording: What was recorded, one rank's part of it where the model will be sharded.
+        recording: What was recorded, of one rank where the model will be sharded.
         alive_bytes: The most that is alive in it.
-        whole_bytes: The same of the whole model: what a real run here is compared with.
         peak_bytes: The step's peak, the optimizer's own step included; on a card with what is reserved beside it.
         beside_bytes: What is reserved beside what is allocated, and the context; 0 where allocated bytes run out.
     """
@@ -49,7 +47,6 @@ class Trial:
     segments: tuple[PlannedSegment, ...]
     recording: StepRecord
     alive_bytes: int
-    whole_bytes: int
     peak_bytes: int
     beside_bytes: int
 
@@ -68,25 +65,17 @@ class Search:
     """Find plans for one profiled step.
 
     Attributes:
-        profile: The recorded step, one rank's part of it where there are several.
-        whole: The recorded step of the whole model.
+        profile: The recorded step, that of one rank where there are several.
+        whole: The recorded step of the whole model, which is run here; `profile` where nothing is.
         bridge: Its stages and candidates.
         session: Records the planned steps as the unplanned one was recorded.
-        sharding: Who holds what; None where the model is not sharded.
     """
 
     profile: Profile
     whole: Profile
     bridge: Bridge
     session: Session
-    sharding: Sharding | None
-    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[StepRecord, int, int, int]] = field(
-        default_factory=dict, repr=False
-    )
-
-    def on_rank(self, recording: StepRecord) -> StepRecord:
-        """Return one rank's part of a recorded step of the whole model."""
-        return recording if self.sharding is None else self.sharding.of_record(recording)
+    _dry_runs: dict[tuple[PlannedSegment, ...], tuple[StepRecord, int, int]] = field(default_factory=dict, repr=False)
 
     def best_or_failure(
         self, limit: int, solver: str, time_limit_s: float | None, gap: float, say: Callable[[str], None]
@@ -162,12 +151,12 @@ class Search:
     def trial(self, solution: Solution) -> Trial:
         """Apply a solution's segments, record the planned step, and take them off again."""
         segments = tuple(self.bridge.planned(segment) for segment in solution.segments)
-        recording, alive, whole, beside = self.dry_run(segments)
+        recording, alive, beside = self.dry_run(segments)
         peak = max(alive, self.profile.parts.optimizer_step_peak) + beside
-        return Trial(solution, segments, recording, alive, whole, peak, beside)
+        return Trial(solution, segments, recording, alive, peak, beside)
 
-    def dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int, int]:
-        """Return the record of a planned step, and bytes: the most alive in it, in the whole model's, and beside it."""
+    def dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int]:
+        """Return the record of a planned step, and bytes: the most alive in it, and what is beside them."""
         if segments not in self._dry_runs:
             if len(self._dry_runs) >= REMEMBERED:
                 del self._dry_runs[next(iter(self._dry_runs))]
@@ -199,8 +188,8 @@ class Search:
             return failed
         return None
 
-    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int, int]:
-        """Return the recording, the most bytes alive in it and in that of the whole model, and what is beside them."""
+    def _dry_run(self, segments: tuple[PlannedSegment, ...]) -> tuple[StepRecord, int, int]:
+        """Return the recording, the most bytes alive in it, and what is beside them."""
         model = self.session.step.model
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
@@ -208,11 +197,9 @@ class Search:
                 measured = self._measured_bytes()
         except Exception as error:
             raise DryRunFailedError(segments, error) from error
-        recorded = recording.peak_bytes() + self.whole.parts.optimizer + self.whole.library_bytes
+        recorded = recording.peak_bytes() + self.profile.parts.optimizer + self.profile.library_bytes
         unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
-        recording = self.on_rank(recording)
-        alive = recording.peak_bytes() + self.profile.parts.optimizer + self.profile.library_bytes + unseen
-        return recording, alive, recorded + unseen, self.beside_bytes(recording)
+        return recording, recorded + unseen, self.beside_bytes(recording)
 
     def beside_bytes(self, recording: StepRecord) -> int:
         """Return what a step needs beside its allocated bytes, where reserved bytes are what runs out; else 0.
@@ -243,7 +230,7 @@ class Search:
         """
         profile, session = self.whole, self.session
         told = profile.bytes_from == "dry run" and profile.unseen_bytes <= UNSEEN * profile.peak_bytes()
-        if told or profile.accumulation:
+        if told or profile.accumulation or session.ranks is not None:
             return 0
         with session.step.guard.preserved():
             return self.with_entry(allocated_peak_bytes(session.step.train, session.device))
@@ -258,7 +245,7 @@ class Search:
         Besides what the profile missed, that is what torch's checkpoint keeps of the random state, which is no
         operator's output: once per region, once more in a replay. It lies in the CPU's memory whatever the device.
         """
-        if not self.session.place.keeps_random_state_on_host:
+        if self.session.card is not None or not self.session.place.keeps_random_state_on_host:
             return self.profile.unseen_bytes
         regions = sum(1 for segment in segments for _ in segment.walk())
         random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0

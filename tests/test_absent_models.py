@@ -1,0 +1,177 @@
+"""Models that are not there: on meta or fake, planned for a named card without running or allocating anything."""
+
+import dataclasses
+
+import pytest
+import torch
+from remat.planner import InfeasibleBudgetError, Plan, plan, verify
+from remat.planner.finding.planning import Planner
+from remat.profiler import Profile, profile
+from remat.profiler.cards import CARDS, card
+from remat.profiler.roofline import Efficiency, predicted_ns
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CARD = "h100-80gb"
+
+
+def build(width=256, count=4):
+    kind = {"dtype": torch.bfloat16}
+    blocks = [
+        nn.Sequential(
+            nn.LayerNorm(width, **kind),
+            nn.Linear(width, 4 * width, **kind),
+            nn.GELU(),
+            nn.Linear(4 * width, width, **kind),
+        )
+        for _ in range(count)
+    ]
+    return nn.Sequential(*blocks)
+
+
+def mean_square(out):
+    return out.float().square().mean()
+
+
+def absent(kind):
+    if kind == "meta":
+        with torch.device("meta"):
+            return build(), torch.empty(1024, 256, dtype=torch.bfloat16)
+    with FakeTensorMode():
+        return build(), torch.empty(1024, 256, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_a_model_that_is_not_there_has_the_bytes_of_one_that_is(kind):
+    model, batch = absent(kind)
+    here = profile(
+        build(), torch.zeros(1024, 256, dtype=torch.bfloat16), loss=mean_square, device=CARD, optimizer="adamw"
+    )
+    away = profile(model, batch, loss=mean_square, device=CARD, optimizer="adamw")
+    assert (away.live_bytes() == here.live_bytes()).all()
+    assert away.parts == here.parts
+    assert away.step_ns == here.step_ns
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_planning_for_a_card_runs_nothing_and_leaves_the_model_as_it_was(kind, monkeypatch):
+    monkeypatch.setattr("remat.planner.finding.trial.run_steps", None)
+    monkeypatch.setattr("remat.profiler.profiling.run_steps", None)
+    monkeypatch.setattr("remat.profiler.profiling.time_record", None)
+    model, batch = absent(kind)
+    before = dict(model.named_parameters())
+    made = plan(model, batch, "70%", loss=mean_square, device=CARD, solver="dp")
+    assert made.segments
+    assert made.predicted_peak_bytes <= made.budget_bytes
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_was_predicted_says_so_wherever_it_is_shown():
+    model, batch = absent("meta")
+    planner = Planner.of(model, batch, loss=mean_square, device=CARD)
+    text = str(planner.profile)
+    assert planner.profile.times_from.is_estimate
+    assert planner.profile.step_time_from.is_estimate
+    assert "torch.profiler" not in text
+    assert "measured" not in text
+    assert "not there: predicted" in text
+    made = planner.plan("70%", solver="dp")
+    assert (made.bytes_from, made.times_from) == ("estimated", "estimated")
+    assert "bytes estimated, times estimated" in str(made)
+    assert "not tried on a real step" in str(made)
+    assert Plan.from_json(made.to_json()) == made
+    assert Profile.from_json(planner.profile.to_json()) == planner.profile
+
+
+@pytest.mark.parametrize(("kind", "words"), [("meta", "it is on meta"), ("fake", "it is fake")])
+def test_without_a_card_a_model_that_is_not_there_is_refused(kind, words):
+    model, batch = absent(kind)
+    with pytest.raises(ValueError, match=rf"{words}.*device='h100-80gb'"):
+        plan(model, batch, "70%", loss=mean_square)
+
+
+def test_a_model_that_is_not_there_cannot_be_verified():
+    model, batch = absent("meta")
+    made = plan(model, batch, "70%", loss=mean_square, device=CARD, solver="dp")
+    with pytest.raises(ValueError, match="has no memory"):
+        verify(model, batch, made, loss=mean_square)
+
+
+def test_a_plan_made_without_the_model_acts_on_the_model():
+    model, batch = absent("meta")
+    made = plan(model, batch, "70%", loss=mean_square, device=CARD, solver="dp")
+    found = verify(build(), torch.randn(1024, 256).bfloat16(), made, loss=mean_square, repeats=0)
+    assert found.exact
+
+
+def test_a_budget_below_what_stays_names_the_least_peak():
+    model, batch = absent("meta")
+    with pytest.raises(InfeasibleBudgetError, match="the smallest peak found is"):
+        plan(model, batch, "1MiB", loss=mean_square, device=CARD, optimizer="adamw", solver="dp")
+
+
+def test_values_that_a_forward_looks_at_are_missed_in_words():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) if x.sum().item() > 0 else x
+
+    with torch.device("meta"):
+        model, batch = Looks(), torch.empty(2, 8)
+    with pytest.raises(ValueError, match=r"cannot run on fake tensors.*nothing can be run instead"):
+        profile(model, batch, loss=mean_square, device=CARD)
+
+
+def test_a_product_takes_the_time_of_its_operations_and_a_copy_that_of_its_bytes():
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.GELU()), torch.empty(4096, 4096)
+    recorded = profile(model.bfloat16(), batch.bfloat16(), loss=mean_square, device=CARD)
+    product = next(o for o in recorded.operators if o.operator.startswith("aten.mm"))
+    gelu = next(o for o in recorded.operators if o.operator == "aten.gelu.default")
+    assert product.flops == 2 * 4096**3
+    assert product.forward_ns == round(1e9 * product.flops / (0.65 * 989.4e12))
+    assert gelu.moved_bytes == 2 * 2 * 4096**2
+    assert gelu.forward_ns == round(1e9 * gelu.moved_bytes / (0.8 * 3350e9))
+    assert recorded.step_ns == sum(predicted_ns(o, card(CARD), Efficiency()) for o in recorded.operators)
+
+
+def test_a_causal_mask_halves_attentions_operations():
+    class Attends(nn.Module):
+        def __init__(self, causal):
+            super().__init__()
+            self.linear, self.causal = nn.Linear(64, 64), causal
+
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(self.linear(x), x, x, is_causal=self.causal)
+
+    def flops(causal):
+        with torch.device("meta"):
+            model, batch = Attends(causal).bfloat16(), torch.empty(2, 4, 256, 64, dtype=torch.bfloat16)
+        recorded = profile(model, batch, loss=mean_square, device=CARD)
+        of_attention = [o.flops for o in recorded.operators if "attention" in o.operator]
+        assert len(of_attention) == 2
+        return sum(of_attention)
+
+    assert flops(causal=False) == 2 * flops(causal=True) > 0
+
+
+@pytest.mark.parametrize("name", ["t4-16gb", "h200-141gb"])
+def test_a_slower_card_is_predicted_to_be_slower(name):
+    model, batch = absent("meta")
+    predicted = profile(model, batch, loss=mean_square, device=name)
+    assert predicted.device.startswith(name)
+    faster = profile(model, batch, loss=mean_square, device=CARD)
+    assert (predicted.step_ns > faster.step_ns) == (CARDS[name].bandwidth < CARDS[CARD].bandwidth)
+
+
+def test_ranks_of_a_model_that_is_not_there_hold_what_those_of_one_that_is_hold():
+    model, batch = absent("meta")
+    options = {"loss": mean_square, "device": CARD, "optimizer": "adamw", "ranks": 4}
+    away = Planner.of(model, batch, units=list(model), **options).profile
+    real = build()
+    here = Planner.of(real, torch.zeros(1024, 256).bfloat16(), units=list(real), **options).profile
+    assert dataclasses.replace(away, notes=()) == dataclasses.replace(here, notes=())
