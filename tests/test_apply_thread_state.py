@@ -18,8 +18,14 @@ from torch.func import functional_call
 from .apply_models import Residual, Stack, assert_same, make, saved, segment, train_step
 
 PLACES = [
-    *((region, name) for name in ("checkpoint_generator", "ambient_settings", "versions_of", "in_ddp_forward")),
-    *((loop, name) for name in ("top_hooks", "insert_function_mode", "remove_function_mode", "save_beneath")),
+    *((region, name) for name in ("checkpoint", "ambient_settings", "versions_of", "in_ddp_forward")),
+    *(
+        (loop, name)
+        for name in (
+            *("checkpoint_generator", "top_hooks"),
+            *("insert_function_mode", "remove_function_mode", "save_beneath"),
+        )
+    ),
     *((intercept, name) for name in ("begin_runs", "Inputs")),
     (Watched, "now"),
     (Keep, "__enter__"),

@@ -6,7 +6,7 @@ mode records those operators. During a member it is off: the member's call is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ApplyError
 from .internals import (
+    checkpoint_generator,
     function_mode_count,
     insert_function_mode,
     remove_function_mode,
@@ -27,11 +28,16 @@ from .region import Region
 from .tape import Tape
 from .thread_state import BoundSegment, CallKey, ThreadStates
 
+_STOPPED = object()
+
 
 class Run(Region):
-    """A region over several calls that one loop makes."""
+    """A region over several calls that one loop makes.
 
-    __slots__ = ("_hooks", "loop", "tape")
+    It begins in one call and ends in another, which torch's public checkpoint cannot, but its generator can.
+    """
+
+    __slots__ = ("_generator", "_hooks", "loop", "tape")
 
     def begin(self, loop: Loop) -> None:
         """Begin the region, with the first member about to be called."""
@@ -39,20 +45,27 @@ class Run(Region):
         assert inputs is not None
         self.loop = loop
         self.tape = Tape(self.segment.where, inputs, self._capture)
+        self._generator: Generator[None, None, None] | None = None
+        segment = self.segment
         try:
-            self.enter()
+            self.prepare()
+            self._generator = checkpoint_generator(
+                self.replay, self.contexts if segment.save else None, segment.early_stop, inputs.tensors
+            )
+            next(self._generator)
+            self.begun()
             hooks = top_hooks()
             if hooks is None:
                 raise ApplyError(
-                    f"segment {self.segment.where}: saved-tensor hooks have no effect here, so it cannot be "
+                    f"segment {segment.where}: saved-tensor hooks have no effect here, so it cannot be "
                     "checkpointed (aot_function or another tracer around the model?); remove() the plan while tracing"
                 )
         except BaseException:
             self.abandon()
             raise
-        if self.segment.inside.begins:
+        if segment.inside.begins:
             # The first member is called again in a replay, and then counted again.
-            key, index = self.segment.calls[0]
+            key, index = segment.calls[0]
             self._counts[key] = index
         self._hooks = hooks
         loop.runs.append(self)
@@ -70,9 +83,18 @@ class Run(Region):
         except BaseException:
             # It is in no list of open runs any more: nobody else would close it.
             self.loop.drop()
-            super().abandon()
+            self._close()
             raise
-        super().leave()
+        generator = self._generator
+        assert generator is not None
+        self.thread.level = self.outer
+        try:
+            stopped = next(generator, _STOPPED) is _STOPPED
+        finally:
+            generator.close()
+            self._generator = None
+        assert stopped
+        self.end()
 
     def abandon(self) -> None:
         """Drop the region after an exception."""
@@ -84,7 +106,14 @@ class Run(Region):
                 del self._hooks
                 self.loop.drop()
         finally:
-            super().abandon()
+            self._close()
+
+    def _close(self) -> None:
+        """Leave nothing of the region behind in torch's state."""
+        generator, self._generator = self._generator, None
+        self.drop()
+        if generator is not None:
+            generator.close()
 
     def _take_out(self) -> None:
         assert self.thread.open.pop() is self

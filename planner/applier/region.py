@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import ApplyError, ReplayStateError
 from .internals import (
     ambient_settings,
     buffers_of,
     checkpoint_debug_is_on,
-    checkpoint_generator,
     in_ddp_forward,
     parametrizations_are_cached,
     set_ambient,
@@ -27,18 +27,19 @@ from .thread_state import BoundSegment, ThreadState, ThreadStates
 from .told import by_attributes
 
 _NO_COUNTS: dict[int, int] = {}
-_STOPPED = object()
 _training = attrgetter("training")
 
 
 class Region:
-    """Enter torch's non-reentrant checkpoint, leave it, and replay the body when backward asks for it.
+    """What surrounds a segment's body in torch's non-reentrant checkpoint, in forward and in a replay.
 
-    A region lives as long as the graph that saved into it. It keeps no tensor but through torch's own saved inputs.
+    `prepare` comes before the checkpoint begins and `begun` right after; `end` comes behind it, or `drop` where there
+    was an exception. A region lives as long as the graph that saved into it. It keeps no tensor but through torch's
+    own saved inputs.
     """
 
     __slots__ = (
-        *("_ambient", "_broadcast", "_counts", "_flags", "_generator", "_held", "_inputs", "_objects"),
+        *("_ambient", "_broadcast", "_counts", "_flags", "_held", "_inputs", "_objects"),
         *("_state", "_take", "_watched", "_versions", "outer", "segment", "thread", "threads"),
     )
 
@@ -51,15 +52,14 @@ class Region:
         self._inputs: Inputs | None = inputs
         self._state: State | None = None
         self._held: list[torch.Tensor] = []
-        self._generator: Generator[None, None, None] | None = None
         self._take: Take | None = None
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Run the segment once more from its inputs' tensors."""
         raise NotImplementedError
 
-    def enter(self) -> None:
-        """Begin the region; what is saved for backward from here on is had by running `again`."""
+    def prepare(self) -> None:
+        """Refuse what cannot be replayed, and note what a replay must find as it is now."""
         thread, segment, inputs = self.thread, self.segment, self._inputs
         assert inputs is not None
         if checkpoint_debug_is_on() or parametrizations_are_cached():
@@ -71,43 +71,34 @@ class Region:
         self._flags = list(map(_training, segment.modules))
         self._ambient = ambient_settings()
         self._counts = _NO_COUNTS if thread.counts is None or not segment.inside.begins else thread.counts.copy()
-        self._generator = checkpoint_generator(
-            self._replay, self._contexts if segment.save else None, segment.early_stop, inputs.tensors
-        )
-        next(self._generator)
-        thread.level = segment.inside
+
+    def begun(self) -> None:
+        """Let the segments inside begin, and hold the buffers that a replay is given."""
+        segment = self.segment
+        self.thread.level = segment.inside
         if segment.buffers:
             self._held = self._clone([buffers_of(module)[name] for module, name in segment.buffers])
 
-    def leave(self) -> None:
-        """End the region.
+    def end(self) -> None:
+        """Note what forward saw.
 
         Raises:
             ApplyError: The segment changed what it was given, so a replay would not see what forward saw.
         """
-        generator, inputs = self._generator, self._inputs
-        assert generator is not None
-        self._generator = self._inputs = None
-        self.thread.level = self.outer
-        try:
-            stopped = next(generator, _STOPPED) is _STOPPED
-        finally:
-            generator.close()
-        assert stopped
+        inputs = self._inputs
         assert inputs is not None
+        self.drop()
         self._check_inputs(inputs)
         self._state, self._watched = self.segment.watched.now()
         self._broadcast = in_ddp_forward()
 
-    def abandon(self) -> None:
-        """Drop the region after an exception: nothing of it is left behind in torch's state."""
-        generator = self._generator
-        self._generator = self._inputs = None
+    def drop(self) -> None:
+        """Let go of the inputs, and let what may begin around the region begin again."""
+        self._inputs = None
         self.thread.level = self.outer
-        if generator is not None:
-            generator.close()
 
-    def _contexts(self) -> tuple[Any, Any]:
+    def contexts(self) -> tuple[Any, Any]:
+        """Make the forward and the replay context of the segment's save set."""
         assert self.segment.save is not None
         keep, self._take = self.segment.save.contexts(self.threads)
         return keep, self._take
@@ -129,7 +120,12 @@ class Region:
                 "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
             )
 
-    def _replay(self, *tensors: torch.Tensor) -> None:
+    def replay(self, *tensors: torch.Tensor) -> None:
+        """Run the body once more as forward ran it, and leave everything as it is.
+
+        Raises:
+            ReplayStateError: It would not compute what forward computed.
+        """
         if self.segment.removed and self.segment.inside.begins:
             raise ReplayStateError(
                 f"segment {self.segment.where}: the plan was removed between forward and backward, and the segments "
@@ -189,9 +185,9 @@ class Region:
 
 
 class OneCall(Region):
-    """A region around one call of a module's forward; the module's own hooks stay outside."""
+    """A region around one call of a module's forward, in torch's public checkpoint; the module's hooks stay outside."""
 
-    __slots__ = ("_forward", "_template")
+    __slots__ = ("_call", "_forward", "_template")
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward inside the region and return its output."""
@@ -199,28 +195,57 @@ class OneCall(Region):
         assert inputs is not None
         self._template = inputs.template
         self._forward = forward
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        options: dict[str, Any] = {"early_stop": self.segment.early_stop}
+        if self.segment.save is not None:
+            options["context_fn"] = self.contexts
         thread = self.thread
         loop, thread.loop = thread.loop, None
-        opened = len(thread.open)
         try:
-            self.enter()
-            output = forward(*args, **kwargs)
-            while len(thread.open) > opened:
-                thread.open[-1].leave()
-        except BaseException:
-            while len(thread.open) > opened:
-                thread.open[-1].abandon()
-            self.abandon()
+            self.prepare()
+            output = checkpoint(self._body, *inputs.tensors, use_reentrant=False, **options)
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, _StoppedError):
+                raise error.stop from None
             raise
         finally:
             thread.loop = loop
-        self.leave()
+        self.end()
+        return output
+
+    def _body(self, *tensors: torch.Tensor) -> Any:
+        """Call the forward with what it was given; every time after that, replay it."""
+        call, self._call = self._call, None
+        if call is None:
+            return self.replay(*tensors)
+        self.begun()
+        open_runs = self.thread.open
+        opened = len(open_runs)
+        try:
+            output = self._forward(*call[0], **call[1])
+            while len(open_runs) > opened:
+                open_runs[-1].leave()
+        except BaseException as error:
+            while len(open_runs) > opened:
+                open_runs[-1].abandon()
+            if isinstance(error, StopIteration):
+                raise _StoppedError(error) from None
+            raise
         return output
 
     def again(self, *tensors: torch.Tensor) -> None:
         """Call the forward again."""
         args, kwargs = rebuild_call(self._template, tensors)
         self._forward(*args, **kwargs)
+
+
+class _StoppedError(Exception):
+    """Carry a forward's StopIteration through torch's checkpoint, a generator of which would make another of it."""
+
+    def __init__(self, stop: StopIteration) -> None:
+        super().__init__()
+        self.stop = stop
 
 
 def _refuse_modes(segment: BoundSegment) -> None:

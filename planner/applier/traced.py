@@ -1,6 +1,6 @@
 """What a planned call does under torch.compile: the public checkpoint, which the compiler understands.
 
-The generator that eager regions use cannot be traced. So a run's first member runs the whole run inside one checkpoint
+The generator that eager runs use cannot be traced. So a run's first member runs the whole run inside one checkpoint
 and the other members hand its result on. That is exact for a plain run, a loop `x = member(x, ...)` over tensors; but
 what the loop sees between members is the run's result, and hooks of the members fire around that.
 The compiler flattens nested checkpoints, so child segments are not traced; nor are calls counted: every call of a
