@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,18 @@ from . import audit
 # Operators as small as those of most tests lose more by waiting for a second thread than they gain, most of all on a
 # busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_before_is_not_searched_for_garbage():
+    """Leave what a module of tests finds (libraries, above all) out of every collection in it.
+
+    The library collects garbage before it measures, and the audit below looks through all objects: with everything
+    imported that takes longer than most tests.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from remat.profiler import BatchError, Profile, ProfileFileError, profile
-from remat.profiler.allocator import allocated_peak_bytes
+from remat.profiler.allocator import allocated_peak_bytes, collected
 from remat.profiler.step import Step
 from torch import nn
 
@@ -221,3 +222,13 @@ def test_the_sum_of_a_tied_weights_gradients_is_recorded_as_the_allocator_sees_i
     assert profiled.unseen_bytes == 0
     weight = 4096 * 64 * 4
     assert profiled.peak_bytes() - profiled.fixed_bytes() == pytest.approx(3 * weight, rel=0.01)
+
+
+def test_what_is_alive_before_measuring_is_left_out_of_collections_meanwhile():
+    gc.unfreeze()
+    with collected():
+        frozen = gc.get_freeze_count()
+        with collected():
+            assert gc.get_freeze_count() == frozen > 0
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == 0
