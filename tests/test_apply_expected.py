@@ -116,6 +116,31 @@ def test_another_precision_than_planned_is_told_once(made_with):
     assert "autocast" in str(caught[0].message)
 
 
+class Cast(nn.Module):
+    """Enters autocast itself, or leaves it, around blocks."""
+
+    def __init__(self, *, enabled):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.enabled = enabled
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[3](self.blocks[2](x.float()))
+
+
+@pytest.mark.parametrize("plan", ["calls", "a run"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_that_sets_its_own_precision_is_told_of_nothing(plan, inside):
+    model = Cast(enabled=inside).train()
+    around = {} if inside else {"cpu": "bfloat16"}
+    with apply(model, planned(model, PLANS[plan], autocast=around)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            model(torch.randn(4, 16))
+
+
 def test_a_larger_batch_than_planned_is_told_once_and_a_smaller_one_not():
     model = Recycling().train()
     with apply(model, planned(model, PLANS["calls"])), warnings.catch_warnings(record=True) as caught:

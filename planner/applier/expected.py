@@ -28,6 +28,7 @@ class Expected:
         self._device = plan.circumstances.device.partition(" ")[0] or "cpu"
         self._sizes = {tensor.name: _size(tensor.shape) for tensor in plan.batch}
         self._circumstances_told = plan.fingerprint is None
+        self._is_as_planned = False
         self._calls_told = False
         self._calls = calls
         # By module, the calls that at least must come.
@@ -35,21 +36,29 @@ class Expected:
         for key, index in calls:
             self._least[key] = max(self._least.get(key, 0), index + 1)
 
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn, once, of a larger batch than planned for; note whether autocast is as planned for."""
+        if not self._circumstances_told:
+            self._is_as_planned = self._precision_is_planned()
+            self._check_batch(args, kwargs)
+
     def check_precision(self) -> None:
         """Warn, once, of other autocast settings than planned for, at a segment's beginning.
 
-        There, because a trainer may have put its autocast around the model's own forward, inside what a plan put there.
+        There again, because a trainer may have put its autocast around the model's own forward, inside what a plan put
+        there. Where the forward began as planned, or a segment did, other settings are those of a part of the model.
         """
-        if self._circumstances_told or not (autocast_is_on() or self._autocast):
+        if self._circumstances_told or self._is_as_planned:
             return
-        now = autocast_now(self._device)
-        if now != self._autocast:
-            self._tell_of_circumstances(f"with {precision_words(now)}, planned with {precision_words(self._autocast)}")
+        self._is_as_planned = self._precision_is_planned()
+        if not self._is_as_planned:
+            now = precision_words(autocast_now(self._device))
+            self._tell_of_circumstances(f"with {now}, planned with {precision_words(self._autocast)}")
 
-    def check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn, once, of a larger batch than planned for."""
-        if self._circumstances_told:
-            return
+    def _precision_is_planned(self) -> bool:
+        return not (autocast_is_on() or self._autocast) or autocast_now(self._device) == self._autocast
+
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in (*((str(k), v) for k, v in enumerate(args)), *kwargs.items()):
             planned = self._sizes.get(name)
             if planned is not None and isinstance(value, torch.Tensor) and value.numel() > planned:

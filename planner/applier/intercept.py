@@ -155,7 +155,7 @@ class PlannedForward(StandIn):
         planned.check_model()
         expected = planned.expected if self.module is planned.root else None
         if expected is not None:
-            expected.check_batch(args, kwargs)
+            expected.begin_forward(args, kwargs)
         thread.counts, thread.cut = {}, []
         try:
             output = thread.scoped(None, self._run, (planned.threads, thread, args, kwargs), {})
