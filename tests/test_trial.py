@@ -122,6 +122,21 @@ def test_state_that_moves_on_with_every_call_is_not_blamed_on_a_plan():
     assert any("does not repeat itself" in note for note in found.notes)
 
 
+def test_a_planner_that_is_older_than_the_weights_still_compares_bit_for_bit():
+    """Weights are trained and random numbers drawn between the profile and the plan."""
+    model, x = switch()
+    model.blocks[2].down = nn.Sequential(nn.Dropout(0.1), model.blocks[2].down)
+    planner = Planner.of(model, x, loss=mean_square, repeats=1)
+    torch.rand(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    found = least(planner)
+    assert not any("does not repeat itself" in note for note in found.notes)
+    assert any("blocks.1" in note and "computes something else in a replay" in note for note in found.notes)
+    assert verify(model, x, found, loss=mean_square, repeats=0).exact
+
+
 def test_a_model_that_replays_exactly_keeps_its_plan():
     model, x = chain(None, one_twisted(), None)
     planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
