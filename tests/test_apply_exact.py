@@ -459,3 +459,35 @@ def test_a_save_set_is_exact_where_autocast_casts_a_weight_in_the_replay_that_fo
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # The kept call is told apart from the casts around it: it does not run again.
     assert again == 0
+
+
+class Guessing(nn.Module):
+    """Runs its body in inference mode before it runs it with gradients; a table is made at the first use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.body = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 16).cos()
+        with torch.inference_mode():
+            guess = self.body(x * self.table)
+            guess[:, :2] = 1
+            guess += 0.5
+        return self.head(torch.tanh(self.body(x + guess.clone())))
+
+
+GUESSING_PLANS = {
+    "a run": [segment("embed", "body", "head", crosses_operators=True)],
+    "a run inside the root": [segment("", children=(segment("embed", "body", crosses_operators=True),))],
+}
+
+
+@pytest.mark.parametrize("name", GUESSING_PLANS)
+def test_what_inference_mode_changes_in_place_and_what_a_first_use_makes_between_members_is_exact(name):
+    torch.manual_seed(0)
+    assert_exact(Guessing().train(), torch.randn(4, 16), GUESSING_PLANS[name], steps=2)

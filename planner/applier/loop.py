@@ -7,13 +7,14 @@ mode records those operators. During a member it is off: the member's call is on
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ApplyError
+from ..errors import ApplyError, ReplayStateError
 from .internals import (
     checkpoint_generator,
     function_mode_count,
@@ -128,10 +129,26 @@ class Run(Region):
         self.tape.replay(tensors)
 
     def _capture(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Hold a tensor from outside as torch holds a region's inputs: in the surrounding frame, with its version."""
+        """Hold a tensor from outside as torch holds a region's inputs: in the surrounding frame, with its version.
+
+        That frame counts what is saved in it, and a replay must save as many. So what has no gradient is held here: a
+        table that is made at its first use comes from inside in that forward, and from outside in its replay.
+        """
         if isinstance(tensor, nn.Parameter):
             return lambda: tensor
-        return save_beneath(self._hooks, tensor)
+        if tensor.requires_grad:
+            return save_beneath(self._hooks, tensor)
+        return partial(_unchanged, tensor, versions_of([tensor]), self.segment.where)
+
+
+def _unchanged(tensor: torch.Tensor, versions: list[int], where: str) -> torch.Tensor:
+    if versions_of([tensor]) != versions:
+        raise ReplayStateError(
+            f"segment {where}: a tensor of shape {list(tensor.shape)} that it takes from outside was changed in place "
+            "between forward and backward, so a replay would compute something else; change it out of place, or after "
+            "backward"
+        )
+    return tensor
 
 
 class Loop:
@@ -262,7 +279,9 @@ class _Between(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__":
             changed = given[:1]
         identities = {id(tensor) for tensor in given}
-        if changed or any(id(tensor) not in identities for tensor in tensors_in(output)):
+        # Tensors of inference mode have no versions that would tell of a change.
+        untold = any(tensor.is_inference() for tensor in given)
+        if changed or untold or any(id(tensor) not in identities for tensor in tensors_in(output)):
             self._loop.record(func, args, kwargs, output, changed)
         return output
 
