@@ -351,8 +351,17 @@ class Recorder(TorchDispatchMode):
                 )
             return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        except RuntimeError as error:
+            if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+                raise
+            raise BatchError(
+                "the model calls torch.func.grad (or vjp, jacrev, hessian) in its forward, which torch does not run "
+                "under saved-tensor hooks; what a step keeps is seen by these, and checkpoints are made of them, so "
+                "the model cannot be planned. Compute that part outside of the model, and pass it the result"
+            ) from error
         self._settle()
 
     def _settle(self) -> None:

@@ -241,6 +241,20 @@ def test_a_batch_that_forward_does_not_take_is_refused():
         assert same(before, picture(model))
 
 
+class DifferentiatesFunctions(nn.Module):
+    """Takes a gradient by torch.func, whose transforms have no saved-tensor hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        def energy(row):
+            return torch.tanh(nn.functional.linear(row, self.linear.weight)).sum()
+
+        return x + torch.func.vmap(torch.func.grad(energy))(x)
+
+
 class Differentiates(nn.Module):
     def __init__(self):
         super().__init__()
@@ -269,6 +283,7 @@ class Checkpoints(nn.Module):
         (lambda: nn.Sequential(nn.Linear(8, 8, device="meta")), X, "is on meta.*name a card"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), X, "not initialised"),
         (Differentiates, torch.randn(4, 8), "differentiates inside its own forward"),
+        (DifferentiatesFunctions, torch.randn(4, 8), r"calls torch\.func\.grad .* cannot be planned"),
         (Checkpoints, torch.randn(4, 8), "checkpoints itself"),
     ],
 )
