@@ -13,7 +13,7 @@ from torch import nn
 from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
-from ..profiler.results import Arm, Difference, Results, run_steps
+from ..profiler.results import Arm, Difference, Results, differing, run_steps
 from ..profiler.step import Loss, Step, check_present
 from ..profiler.timing import forward_without_saving
 from .applier.apply import apply_segments, check_subject, unplanned
@@ -33,13 +33,15 @@ class Verification:
     """Hold what `verify` found.
 
     Attributes:
-        exact: Loss, gradients, buffers and random state are bitwise those of the unmodified model.
+        exact: Loss, gradients, buffers and random state are bitwise those of the unmodified model, and what was left in
+            Python's objects is the same.
         against: What the planned model was compared with: "the unmodified model", or another planned run where the
             unmodified one does not fit.
         loss: Comparison of the losses.
         gradients: Comparison of every parameter's gradient.
         buffers: Comparison of every buffer.
         random_state_equal: Whether torch's, Python's and numpy's random states end the same.
+        left_otherwise: What of Python's objects that a step reaches (counters, lists) it left otherwise.
         repeatable: False where results differ, and the unmodified model's differ from its own as well: that proves
             nothing then.
         predicted_peak_bytes: The plan's promise.
@@ -63,6 +65,7 @@ class Verification:
     gradients: Difference
     buffers: Difference
     random_state_equal: bool
+    left_otherwise: tuple[str, ...]
     repeatable: bool
     predicted_peak_bytes: int | None
     measured_peak_bytes: int
@@ -127,6 +130,8 @@ class Verification:
         if not self.within_budget:
             measured, budget = _bytes(self.measured_peak_bytes), _bytes(self.budget_bytes)
             remarks.append(f"NOT within the budget: {measured} measured, {budget} allowed")
+        if self.left_otherwise:
+            remarks.append(f"a planned step leaves otherwise: {', '.join(self.left_otherwise[:3])}")
         if not self.repeatable:
             remarks.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
         return remarks
@@ -219,13 +224,19 @@ class _Bench:
         reference = self._run(nullcontext if runs_whole else self._planned)
         loss, gradients, buffers = planned.differences(reference)
         differs = any(difference.unequal for difference in (loss, gradients, buffers))
-        repeats_itself = not (differs and runs_whole and self._run(nullcontext).first_difference(reference))
         same_random = planned.same_random_states(reference)
+        left_otherwise = differing(planned.left, reference.left)
+        repeats_itself = True
+        if runs_whole and (differs or left_otherwise):
+            again = self._run(nullcontext)
+            repeats_itself = not again.first_difference(reference)
+            varying = differing(again.left, reference.left)
+            left_otherwise = [name for name in left_otherwise if name not in varying]
         times = self._times(runs_whole)
         planned_ns = times.median_ns("planned")
         batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
         return Verification(
-            exact=not differs and same_random,
+            exact=not differs and same_random and not left_otherwise,
             against="the unmodified model"
             if runs_whole
             else "a second planned run (the unmodified model does not fit)",
@@ -233,6 +244,7 @@ class _Bench:
             gradients=gradients,
             buffers=buffers,
             random_state_equal=same_random,
+            left_otherwise=tuple(left_otherwise),
             repeatable=repeats_itself,
             predicted_peak_bytes=self.plan.predicted_peak_bytes,
             measured_peak_bytes=self._peak(planned),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .places import MISSING
 
+_DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -49,6 +50,27 @@ def replace_items(container: Any, others: Mapping[int, object]) -> None:
     for key, value in items:
         if id(value) in others:
             base.__setitem__(container, key, others[id(value)])
+
+
+def left_in(container: Any, before: list[Any], now: list[Any]) -> dict[str, object]:
+    """Return what a container holds otherwise than before, as plain data: by key, or under "" all of it."""
+    if not isinstance(container, dict):
+        return {"": picture(container)}
+    was = dict(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
+    new = dict(zip(now[: len(now) // 2], now[len(now) // 2 :], strict=True))
+    keys = [key for key in {**was, **new} if not is_equal_data(was.get(key, MISSING), new.get(key, MISSING))]
+    return {f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]": picture(new.get(key, MISSING)) for key in keys}
+
+
+def picture(value: object, depth: int = 0) -> object:
+    """Reduce a value to plain data that another run leaves alike: of objects, their class is told."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if depth < _DEPTH and isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        items = cast("list[object]", [*value.items()] if isinstance(value, dict) else [*value])
+        inside = [picture(item, depth + 1) for item in items]
+        return type(value).__name__, sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
+    return type(value).__name__
 
 
 def changed_in(container: Any, before: list[Any], now: list[Any]) -> str | None:

@@ -20,12 +20,14 @@ class Guard:
     Attributes:
         roots: By name, what the step is made of.
         changes: What the last run changed beside tensors' values, in words.
+        left: What it left there, as plain data, by how it is reached.
         released: Identities of parameters whose gradient a hook takes away in backward, once that was seen.
         steps_inside: Whether parameters are stepped in backward, once that was seen.
     """
 
     roots: dict[str, object]
     changes: list[str] = field(default_factory=list)
+    left: dict[str, object] = field(default_factory=dict)
     released: frozenset[int] = frozenset()
     steps_inside: bool = False
     _first: Snapshot | None = None
@@ -89,6 +91,7 @@ class Guard:
                 with snapshot.iterators_lent():
                     yield
             finally:
+                self.left = snapshot.left(contents)
                 self.changes = snapshot.restore(contents, every_value=False)
             lost = snapshot.lost(hashes=False)
             if lost:

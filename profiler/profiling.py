@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ class Session:
         reference: What the unmodified step computed, once it was run.
         card: The card that the step is recorded for and never run on; None where it is run here.
         ranks: How the model is divided over processes; the step is then that of one of them.
+        left: What recording it last left in Python's objects, as in `Results.left`.
     """
 
     step: Step
@@ -49,6 +50,7 @@ class Session:
     reference: Results | None = None
     card: Card | None = None
     ranks: Ranks | None = None
+    left: dict[str, object] = field(default_factory=dict)
 
     @property
     def place(self) -> Device:
@@ -76,12 +78,17 @@ class Session:
             "forward_only": forward_only,
             "planned": planned,
         }
+        guard = self.step.guard
         if method == "dry run":
-            return dry_run(self.step, **options, ranks=self.ranks)
-        if self.ranks is not None:
+            record = dry_run(self.step, **options, ranks=self.ranks)
+        elif self.ranks is not None:
             raise BatchError("a step that cannot run on fake tensors cannot be recorded as one of several ranks")
-        with self.step.guard.preserved():
-            return record_step(replace(self.step, beside=self.step.guard.beside(self.step.model)), **options)
+        else:
+            with guard.preserved():
+                record = record_step(replace(self.step, beside=guard.beside(self.step.model)), **options)
+        if not (planned or forward_only):
+            self.left = guard.left
+        return record
 
 
 def open_session(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .results import Results, Values, compare_values
+from .results import Results, Values, compare_values, differing
 
 RUNS = 4
 """Runs of the unmodified step compared with the first."""
@@ -24,23 +24,26 @@ class Repeatability:
     Attributes:
         spread: By name, of values that did not repeat, the largest root mean square of a difference from the first run.
         random_states_repeat: Whether the random states after the step did.
+        varying: What was left in Python's objects that did not.
         compared: How many values there are.
     """
 
     def __init__(self, first: Results, run: Callable[[], Results], runs: int = RUNS) -> None:
         self.spread: dict[str, float] = {}
         self.random_states_repeat = True
+        self.varying: set[str] = set()
         self.compared = len(_values(first))
         for _ in range(runs):
             again = run()
             self.random_states_repeat &= again.same_random_states(first)
+            self.varying.update(differing(again.left, first.left))
             for name, apart in _distances(again, first).items():
                 self.spread[name] = max(self.spread.get(name, 0.0), apart)
 
     @property
     def whole(self) -> bool:
         """Return whether everything repeats bit for bit."""
-        return not self.spread and self.random_states_repeat
+        return not self.spread and not self.varying and self.random_states_repeat
 
     def difference(self, planned: Results, plain: Results) -> str:
         """Say in words what differs that repeats, or differs by more than runs of the plain step do; "" if nothing."""
@@ -50,6 +53,9 @@ class Repeatability:
                 return f"{name} differs, by {apart:.3g} in the root mean square, and repeats bit for bit unplanned"
             if not apart <= WIDER * own:
                 return f"{name} differs by {apart:.3g} in the root mean square, runs of the unplanned step by {own:.3g}"
+        for name in differing(planned.left, plain.left):
+            if name not in self.varying:
+                return f"{name} is another after the step, and repeats unplanned"
         if self.random_states_repeat and not planned.same_random_states(plain):
             return "the random state after the step differs"
         return ""
@@ -58,7 +64,8 @@ class Repeatability:
         """Say which values were compared how; "" where all are compared bit for bit."""
         if self.whole:
             return ""
-        first = f", {next(iter(self.spread))} among them" if self.spread else ", but for the random state"
+        named = next(iter((*self.spread, *sorted(self.varying))), "")
+        first = f", {named} among them" if named else ", but for the random state"
         return (
             f"the unmodified step does not repeat itself bit for bit: {len(self.spread)} of {self.compared} values "
             f"differ between runs{first}; these were compared within its own spread, the others bit for bit"

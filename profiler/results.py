@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class Results:
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
         cached_bytes: What the allocator had reserved by then beyond the most that was allocated; 0 on a CPU.
+        left: What the steps left in Python's objects (counters, lists), as plain data, by how it is reached.
     """
 
     loss: Values
@@ -61,6 +62,7 @@ class Results:
     random_states: tuple[Any, ...]
     peak_bytes: int
     cached_bytes: int = 0
+    left: dict[str, object] = field(default_factory=dict)
 
     def differences(self, other: Results) -> tuple[Difference, Difference, Difference]:
         """Compare losses, gradients and buffers."""
@@ -80,6 +82,8 @@ class Results:
         for name, difference in zip(("loss", "gradients", "buffers"), self.differences(other), strict=True):
             if difference.unequal:
                 return f"{name}: {difference}"
+        for name in differing(self.left, other.left):
+            return f"{name} is another after the step"
         return "" if self.same_random_states(other) else "the random state after the step differs"
 
 
@@ -108,7 +112,7 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
         before = place.allocated_bytes()
         peak = allocated_peak_bytes(lambda: ran.append(step.train()), device)
         written = [(name, p) for name, p in trained if guard.was_written(p)]
-        return Results(
+        results = Results(
             loss={"loss": _copy(ran[0])},
             gradients={name: _copy(p.grad) for name, p in trained if p.grad is not None},
             buffers={name: _copy(buffer) for name, buffer in (*model.named_buffers(), *written)},
@@ -116,6 +120,8 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
             peak_bytes=present + peak,
             cached_bytes=max(0, place.reserved_bytes() - before - peak),
         )
+    # Where the user says that hooks may run again, what they note is theirs.
+    return results if step.repeatable_hooks else replace(results, left=guard.left)
 
 
 def _clear_gradients(trained: Sequence[tuple[str, torch.Tensor]], accumulation: bool) -> int:
@@ -145,6 +151,11 @@ def compare_values(ours: Values, theirs: Values) -> Difference:
             gap = (a.double() - b.double()).abs()
             largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
     return Difference(compared=len(ours.keys() | theirs.keys()), unequal=tuple(unequal), largest=largest)
+
+
+def differing(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
+    """Name what two runs left otherwise, in `Results.left`."""
+    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,9 +14,10 @@ from torch import nn
 
 from .absent import is_absent
 from .allocator import fits
-from .contents import changed_in, flat, is_equal_data, refill, replace_items
+from .contents import changed_in, flat, is_equal_data, left_in, picture, refill, replace_items
 from .devices import all_random_states
 from .internals import backward_hooks, is_plain_tensor, set_version, storage_key, tensor_hooks
+from .places import Name, Place
 from .reach import Reach
 from .settings import SETTINGS, set_state_of, state_of
 
@@ -87,6 +88,20 @@ class Snapshot:
         """Return what every container and name holds now."""
         return Contents([flat(c) for c in self.reach.containers], [place.read() for place in self.reach.places])
 
+    def left(self, contents: Contents) -> dict[str, object]:
+        """Return what containers and names hold otherwise than they did, as plain data, by how it is reached."""
+        found: dict[str, object] = {}
+        for container, before in zip(self.reach.containers, contents.containers, strict=True):
+            now = flat(container)
+            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                path = self.reach.path(container)
+                found |= {f"{path}{key}": value for key, value in left_in(container, before, now).items()}
+        for place, before in zip(self.reach.places, contents.places, strict=True):
+            now = place.read()
+            if not is_equal_data(now, before):
+                found[self._words_of(place)] = picture(now)
+        return found
+
     def exchange(self, others: Mapping[int, object]) -> None:
         """Put other objects in place of those with the given identities, wherever something can be put."""
         for container in self.reach.containers:
@@ -138,9 +153,14 @@ class Snapshot:
             now = place.read()
             if now is not before:
                 if not is_equal_data(now, before):
-                    changed.append(f"{place.key} of {self.reach.path(place.owner)}")
+                    changed.append(self._words_of(place))
                 place.write(before)
         return changed
+
+    def _words_of(self, place: Place) -> str:
+        if isinstance(place, Name):
+            return f"the global {place.owner.get('__name__', '?')}.{place.key}"
+        return f"{place.key} of {self.reach.path(place.owner)}"
 
     def restore_values(self, *, every_value: bool = True) -> None:
         """Put back tensors, arrays, random states and settings."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import queue
 import random
+import re
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, plan, verify
+from remat.planner import InfeasibleBudgetError, Plan, plan, verify
 from remat.planner.finding.planning import Planner
 from remat.planner.finding.trial import Trials
 from torch import nn
+
+from .apply_models import segment
 
 
 class Block(nn.Module):
@@ -57,29 +60,30 @@ def least(planner, solver="dp", **options):
 
 
 def one_twisted():
-    # Called once in a forward that repeats itself; a replay would call it a second time.
-    step = {"calls": 0}
+    """Count calls out of sight; a replay counts on, and computes the same."""
+    count = queue.SimpleQueue()
 
     def twist():
-        step["calls"] += 1
+        count.put(1)
         return 1.0
 
     return twist
 
 
 class Switch(nn.Module):
-    """Its factor depends on how often it was called since the step's start, which a shared closure knows."""
+    """Its factor depends on how often it was called since the step's start, which is kept out of sight."""
 
     def __init__(self):
         super().__init__()
-        calls = {"n": 0}
+        calls = queue.SimpleQueue()
 
         def start(*_):
-            calls["n"] = 0
+            while not calls.empty():
+                calls.get()
 
         def count():
-            calls["n"] += 1
-            return float(calls["n"])
+            calls.put(1)
+            return float(calls.qsize())
 
         self.blocks = nn.Sequential(*(Block(32, count if i == 1 else None) for i in range(4)))
         self.start = start
@@ -105,6 +109,64 @@ def test_a_block_whose_replay_silently_differs_is_found_and_left_out(solver):
     assert verify(model, x, found, loss=mean_square, steps=2, repeats=0).exact
     assert any("blocks.1" in note and "computes something else in a replay" in note for note in found.notes)
     assert not any(call.module == "blocks.1" for s in found.segments for part in s.walk() for call in part.members)
+
+
+CALLS = 0
+SEEN = []
+
+
+def counted():
+    global CALLS
+    CALLS += 1
+    return 1.0
+
+
+def seen():
+    SEEN.append(len(SEEN))
+    return 1.0
+
+
+class Counter:
+    calls = 0
+
+    def __init__(self):
+        self.own = {"calls": 0}
+
+    @classmethod
+    def in_class(cls):
+        cls.calls += 1
+        return 1.0
+
+    def in_object(self):
+        self.own["calls"] += 1
+        return 1.0
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [
+        (counted, r"the global \S*test_trial\.CALLS"),
+        (seen, "SEEN"),
+        (Counter.in_class, "calls of"),
+        (Counter().in_object, r"own\['calls'\]"),
+    ],
+    ids=["global", "list", "class", "object"],
+)
+def test_a_count_that_a_replay_would_raise_again_is_found_and_left_out(count, name, check):
+    model, x = chain(None, count, None, None)
+    found = least(Planner.of(model, x, loss=mean_square, repeats=0), check=check)
+    assert found.segments
+    assert not any(call.module == "1" for s in found.segments for part in s.walk() for call in part.members)
+    (note,) = (note for note in found.notes if note.startswith("not replayed: 1,"))
+    assert re.search(name, note)
+    checked = verify(model, x, found, loss=mean_square, steps=2, repeats=0)
+    assert checked.exact
+    assert checked.left_otherwise == ()
+    around = verify(model, x, Plan(segments=(segment("1"),)), loss=mean_square, repeats=0)
+    assert not around.exact
+    assert re.search(name, around.left_otherwise[0])
+    assert "a planned step leaves otherwise: " in str(around)
 
 
 def test_what_was_found_for_one_budget_holds_for_the_next():

@@ -13,11 +13,13 @@ from ...profiler import Profile, Session
 from ...profiler.allocator import allocated_peak_bytes
 from ...profiler.caching_allocator import AllocatorSettings
 from ...profiler.reserved import reserved_bytes
+from ...profiler.results import differing
 from ...profiler.step_record import StepRecord
 from ...solvers import SOLVERS, BudgetTooSmallError, Segment, Solution
 from ..applier.apply import apply_segments, unplanned
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
+from ..errors import ApplyError
 from ..plan import PlannedSegment
 
 ROUNDS = 8
@@ -194,12 +196,27 @@ class Search:
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
                 recording = self.session.record(self.profile.bytes_from, planned=True)
+                left = self.session.step.guard.left
                 measured = self._measured_bytes()
         except Exception as error:
             raise DryRunFailedError(segments, error) from error
+        left = self._left_otherwise(left)
+        if left:
+            raise DryRunFailedError(segments, _left_error(segments, left))
         recorded = recording.peak_bytes() + self.profile.parts.optimizer + self.profile.library_bytes
         unseen = max(0, measured - recorded) if measured else self.unseen_bytes(segments)
         return recording, recorded + unseen, self.beside_bytes(recording)
+
+    def _left_otherwise(self, left: dict[str, object]) -> list[str]:
+        """Name what a planned step has left in Python's objects otherwise than the unmodified one does, every time."""
+        session = self.session
+        if session.step.repeatable_hooks or not differing(left, session.left):
+            return []
+        known = session.left
+        with unplanned(session.step.model):
+            session.record(self.profile.bytes_from)
+        varying = differing(known, session.left)
+        return [name for name in differing(left, session.left) if name not in varying]
 
     def beside_bytes(self, recording: StepRecord) -> int:
         """Return what a step needs beside its allocated bytes, where reserved bytes are what runs out; else 0.
@@ -250,6 +267,14 @@ class Search:
         regions = sum(1 for segment in segments for _ in segment.walk())
         random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0
         return self.profile.unseen_bytes + random_state
+
+
+def _left_error(segments: tuple[PlannedSegment, ...], left: list[str]) -> ApplyError:
+    names = ", ".join(str(segment) for segment in segments)
+    return ApplyError(
+        f"segment {names}: after a planned step {left[0]} is another than after the unmodified one (a counter, or a "
+        "list that grows?): a replay changes it once more. Change it outside of the model, or in the outermost forward"
+    )
 
 
 def _rank(trial: Trial, limit: int) -> tuple[bool, int]:
