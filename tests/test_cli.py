@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from remat.command_line.app import main
 from remat.command_line.commands import COMMANDS
 from remat.command_line.failures import MEANINGS
-from remat.command_line.options import Output, Step
+from remat.command_line.options import Dtype, Output, Step
 from remat.command_line.terminal import Terminal
 from remat.planner import Plan, StepOptions
 from remat.planner.phases import Phase
@@ -52,6 +53,18 @@ def wrong_model():
 
 def wrong_shape():
     return build()[0], torch.randn(256, 31)
+
+def shard(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model:
+        assert isinstance(block, Block)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+def on_meta():
+    with torch.device("meta"):
+        return build()
 
 def by_size():
     return build()[0], lambda size: torch.randn(size, 32)
@@ -160,6 +173,7 @@ PLAN = ["plan", "factories.py:build", "--budget"]
         (["plan", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
         (["plan", "factories.py:wrong_shape", "--budget", "60%"], "RuntimeError in 0.up (Linear): mat1 and mat2"),
         ([*PLAN, "60%", "--optimizer", "adan"], "unknown optimizer 'adan'"),
+        ([*PLAN, "60%", "--card", "h100-8gb"], "unknown card 'h100-8gb': did you mean"),
         ([*PLAN, "60%", "--units", "h.*"], "--units 'h.*': no module has such a path"),
         ([*PLAN, "60%", "--exclude", "h.*"], "exclude 'h.*': no module of the model has such a path"),
         (["largest-batch", "factories.py:build", "--budget", "1MiB"], "the factory returns one batch"),
@@ -182,7 +196,7 @@ TYPED = {
     "plan factories.py:build": "Missing option '--budget'",
     "plan --budget 60%": "missing; pass one, such as train.py:build",
     "plan a.py:b --model a.py:b --budget 60%": "given twice",
-    "plan factories.py --budget 60%": "expected FILE.py:FACTORY",
+    "plan factories.py --budget 60%": "expected FILE.py:FUNCTION",
     "plan nowhere.py:build --budget 60%": "there is no file nowhere.py",
     "plan factories.py:build --budget plenty": "cannot read the budget 'plenty'",
     "plan factories.py:build --budget 60": "the budget '60' has no unit",
@@ -197,6 +211,8 @@ TYPED = {
     "plan factories.py:build --budget 60% -q -v": "pass one of them",
     "compare factories.py:build --picture front.tga": "the name must end with one of",
     "verify factories.py:build --plan none.json": "none.json: cannot read the plan file",
+    "plan factories.py:build --budget 60% --reshard-after-forward maybe": "expected yes, no, or a number",
+    "plan factories.py:build --budget 60% --parallelize shard": "expected FILE.py:FUNCTION",
     "diff none.json none.json": "none.json: cannot read the plan file",
     "largest-batch factories.py:build --budget 1MiB --sizes 8,x": "expected batch sizes",
 }
@@ -304,12 +320,43 @@ def test_the_largest_batch_is_found_from_a_factory_that_makes_batches(remat):
     assert Plan.load("plan.json").predicted_peak_bytes <= 1500 * 1024
 
 
-def test_every_option_of_a_step_can_be_typed():
-    words = Step().keywords(nn.Sequential(nn.Linear(2, 2)))
-    assert {*words, "loss"} == {field.name for field in fields(StepOptions)}
-    assert StepOptions(**words) == StepOptions(
+def test_every_option_of_a_step_can_be_typed(remat):
+    model = nn.Sequential(nn.Linear(2, 2))
+    nothing = Step().keywords(model)
+    assert StepOptions(**nothing) == StepOptions(
         **{name: [] for name in ("exclude", "only", "repeatable_hooks", "units")}
     )
+    place = {"param_dtype": Dtype.BF16, "reshard_after_forward": "no", "parallelize": "factories.py:shard"}
+    words = Step(card="h100-80gb", **place).keywords(model)
+    assert {*words, "loss"} == {field.name for field in fields(StepOptions)}
+    assert (words["mp_policy"].param_dtype, words["mp_policy"].reduce_dtype) == (torch.bfloat16, None)
+    assert words["reshard_after_forward"] is False
+    assert Step(reshard_after_forward="2").keywords(model)["reshard_after_forward"] == 2
+
+
+def test_a_model_that_is_not_there_is_planned_for_a_card_and_priced_for_it(remat):
+    code, out, err = remat(
+        "plan", "factories.py:on_meta", "--budget", "80%", "--card", "h100-80gb", "--solver", "dp", "--out", "plan.json"
+    )
+    assert code == 0, err
+    plan = Plan.load("plan.json")
+    assert "h100-80gb" in plan.circumstances.device
+    assert plan.segments
+    code, out, err = remat("price", "factories.py:on_meta", "--plan", "plan.json", "--card", "h100-80gb", "--json")
+    assert code == 0, err
+    assert Plan.from_json(out).predicted_peak_bytes == plan.predicted_peak_bytes
+    code, _, err = remat("plan", "factories.py:on_meta", "--budget", "80%")
+    assert code == 2
+    assert "remat: " in err
+
+
+def test_a_model_is_sharded_by_a_function_of_the_same_file(remat):
+    sharded = ["--ranks", "2", "--units", "*", "--repeats", "0", "--solver", "none", "--json"]
+    code, by_units, err = remat(*PLAN, "100%", *sharded)
+    assert code == 0, err
+    code, by_function, err = remat(*PLAN, "100%", *sharded, "--parallelize", "factories.py:shard")
+    assert code == 0, err
+    assert Plan.from_json(by_function).unplanned_peak_bytes == Plan.from_json(by_units).unplanned_peak_bytes
 
 
 @pytest.mark.parametrize("command", COMMANDS)

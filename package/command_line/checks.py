@@ -11,18 +11,31 @@ import typer
 from ..amounts import AmountError, read_amount
 
 
-def target(spec: str) -> None:
-    """Refuse what cannot name a factory."""
+def target(spec: str, hint: str | None = "TARGET") -> None:
+    """Refuse what cannot name a function."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise typer.BadParameter(
-            f"{spec!r}: expected FILE.py:FACTORY or package.module:FACTORY, such as train.py:build",
-            param_hint="TARGET",
+            f"{spec!r}: expected FILE.py:FUNCTION or package.module:FUNCTION, such as train.py:build", param_hint=hint
         )
     if place.endswith(".py") and not Path(place).is_file():
         raise typer.BadParameter(
-            f"there is no file {place}; pass FILE.py:FACTORY with a path from {Path.cwd()}", param_hint="TARGET"
+            f"there is no file {place}; pass FILE.py:FUNCTION with a path from {Path.cwd()}", param_hint=hint
         )
+
+
+def function(spec: str | None) -> str | None:
+    """Refuse what cannot name a function."""
+    if spec is not None:
+        target(spec, None)
+    return spec
+
+
+def reshard(text: str | None) -> str | None:
+    """Refuse what is neither yes nor no nor a number of processes."""
+    if text is not None and text not in ("yes", "no") and not (text.isdecimal() and int(text) > 0):
+        raise typer.BadParameter(f"{text!r}: expected yes, no, or a number of processes")
+    return text
 
 
 def budget(text: str) -> str:

@@ -93,14 +93,17 @@ def verify(
 def price(
     target: opt.Target,
     plan: opt.PlanFile,
+    place: opt.Place,
     output: opt.Output,
     repeats: opt.Repeats = 3,
     out: opt.PlanOut = None,
 ) -> int:
     """Say what a plan costs that was edited by hand: its peak by a dry run, its added time; nothing is searched.
 
-    The step is taken to be what it was when the plan was made. Exit code 1 if the plan is over its budget.
+    The step is taken to be what it was when the plan was made; a card, and how FSDP2 computes, are given again. Exit
+    code 1 if the plan is over its budget.
     """
+    place.check()
     from remat.planner import Plan
     from remat.planner import diff as diff_plans
     from remat.planner import price as price_plan
@@ -109,7 +112,8 @@ def price(
     loaded = Plan.load(plan)
     terminal, subject = Terminal(output), _load(target)
     with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
-        priced = price_plan(subject.model, subject.batch, loaded, loss=subject.loss, repeats=repeats, progress=say)
+        given: dict[str, Any] = {"loss": subject.loss, "repeats": repeats, **place.elsewhere()}
+        priced = price_plan(subject.model, subject.batch, loaded, progress=say, **given)
     console.print_plan(terminal.tables, priced)
     changed = diff_plans(loaded, priced)
     figures = {name: values for name, values in changed.fields.items() if name.startswith(_FIGURES)}

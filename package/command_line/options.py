@@ -12,6 +12,7 @@ import typer
 from . import checks
 
 if TYPE_CHECKING:
+    import torch
     from remat.planner.show.factory import Subject
     from torch import nn
 
@@ -28,6 +29,20 @@ class Autocast(StrEnum):
 
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+class Dtype(StrEnum):
+    """Name a precision of a sharded model's parameters or gradients."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    def torch(self) -> torch.dtype:
+        """Return it as torch knows it."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
 
 
 OnDevice = Annotated[
@@ -75,7 +90,77 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Place:
+    """Where and how the step will run, as far as that is not here: what a plan file does not repeat."""
+
+    card: Annotated[
+        str | None,
+        typer.Option(
+            "--card",
+            metavar="NAME",
+            help="Plan for this card, which need not be here: nothing is run, times are predicted, and the factory may "
+            "make the model on the meta device. Example: h100-80gb",
+        ),
+    ] = None
+    param_dtype: Annotated[
+        Dtype | None,
+        typer.Option("--param-dtype", help="FSDP2's mixed precision: what parameters are gathered in. Example: bf16"),
+    ] = None
+    reduce_dtype: Annotated[
+        Dtype | None,
+        typer.Option("--reduce-dtype", help="FSDP2's mixed precision: what gradients are reduced in. Example: fp32"),
+    ] = None
+    reshard_after_forward: Annotated[
+        str | None,
+        typer.Option(
+            "--reshard-after-forward",
+            metavar="yes|no|COUNT",
+            callback=checks.reshard,
+            help="As in fully_shard, for the units; otherwise its default. Example: no",
+        ),
+    ] = None
+    parallelize: Annotated[
+        str | None,
+        typer.Option(
+            "--parallelize",
+            metavar="TARGET",
+            callback=checks.function,
+            help="A function that takes the model and a DeviceMesh and shards the model in place, instead of "
+            "fully_shard on the units. Example: train.py:shard",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse, before there is a model, what can be told without it."""
+        if self.card is not None:
+            from remat.profiler.cards import card
+
+            card(self.card)
+
+    def elsewhere(self) -> dict[str, Any]:
+        """Return what was given of this as keywords of `plan`."""
+        given: dict[str, Any] = {}
+        if self.card is not None:
+            given["device"] = self.card
+        if self.param_dtype is not None or self.reduce_dtype is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            param, reduce = (
+                None if dtype is None else dtype.torch() for dtype in (self.param_dtype, self.reduce_dtype)
+            )
+            given["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if self.reshard_after_forward is not None:
+            said = self.reshard_after_forward
+            given["reshard_after_forward"] = said == "yes" if said in ("yes", "no") else int(said)
+        if self.parallelize is not None:
+            from remat.planner.show.factory import load_function
+
+            given["parallelize"] = load_function(self.parallelize)
+        return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Place):
     """What a training step is besides model, batch and loss: each field of `StepOptions`, as it is typed."""
 
     optimizer: Annotated[
@@ -166,6 +251,7 @@ class Step:
         """Refuse, before there is a model, what can be told without it."""
         from remat.planner import StepOptions
 
+        Place.check(self)
         StepOptions.of({"optimizer": self.optimizer})
 
     def keywords(self, model: nn.Module) -> dict[str, Any]:
@@ -185,6 +271,7 @@ class Step:
             "units": modules_named(model, self.units, "--units"),
             "ranks": self.ranks,
             "repeats": self.repeats,
+            **self.elsewhere(),
         }
 
 

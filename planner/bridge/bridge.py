@@ -35,6 +35,7 @@ class Bridge:
 
     Attributes:
         profile: The recorded step.
+        host: What entering segments costs the host.
         scope: Modules that segments may hold calls of.
         bounds: The first operator of each stage, and one past the last of all.
         stages: The stages as solvers see them.
@@ -56,6 +57,7 @@ class Bridge:
         named: NamedSegments | None = None,
     ) -> None:
         self.profile = profile
+        self.host = host
         self.scope = scope
         stages, calls = StageTimes(profile), CallIndex(profile)
         kept = named.kept if named is not None else savable(profile) if save_sets else []

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Unpack
 from torch import nn
 
 from ...profiler.allocator import collected
-from ...profiler.host import host_costs
 from ...solvers.solution import make_solution
 from ..applier.apply import check_subject, unplanned
 from ..bridge.bridge import Bridge
@@ -66,8 +65,7 @@ def price(
         planner.check_given(model, batch, step)
     say = progress or silent
     named = NamedSegments(planner.profile, plan.segments)
-    costs = host_costs(planner.session.device)
-    bridge = Bridge(named.profile, costs, units=planner.units, scope=planner.bridge.scope, named=named)
+    bridge = Bridge(named.profile, planner.bridge.host, units=planner.units, scope=planner.bridge.scope, named=named)
     search = replace(planner.search, bridge=bridge)
     solution = _solution(bridge, named.segments())
     say(f"dry run of {solution.count_segments()} segments")

@@ -110,19 +110,32 @@ def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subj
     Raises:
         FactoryError: There is no such factory, it raises, or it returns something else.
     """
+    factory = load_function(spec)
+    torch.manual_seed(seed)
+    subject = _subject(_guarded(spec, factory), spec)
+    return subject.to(device) if device is not None else subject
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Import a function.
+
+    Args:
+        spec: "FILE.py:FUNCTION" or "package.module:FUNCTION".
+
+    Raises:
+        FactoryError: There is none.
+    """
     place, _, name = spec.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    factory = getattr(module, name, None)
-    if not callable(factory):
+    found = getattr(module, name, None)
+    if not callable(found):
         own = ((key, value) for key, value in vars(module).items() if not key.startswith("_"))
         known = [key for key, value in own if callable(value) and getattr(value, "__module__", "") == module.__name__]
-        found = "is not callable" if factory is not None else "is not there"
+        lacks = "is not callable" if found is not None else "is not there"
         close = get_close_matches(name, known, 1)
         meant = f"did you mean {close[0]}?" if close else f"it has {_few(known)}"
-        raise FactoryError(f"{spec}: {name} {found} in {place}; {meant}")
-    torch.manual_seed(seed)
-    subject = _subject(_guarded(spec, cast("Callable[[], Any]", factory)), spec)
-    return subject.to(device) if device is not None else subject
+        raise FactoryError(f"{spec}: {name} {lacks} in {place}; {meant}")
+    return found
 
 
 @contextmanager
@@ -147,15 +160,24 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    # As when the file is run: what lies beside it can be imported.
-    sys.path.insert(0, str(path.resolve().parent))
+    path = path.resolve()
     name = f"_remat_model_{path.stem}"
+    known = sys.modules.get(name)
+    # Two functions of one file see the same classes.
+    if known is not None and known.__file__ == str(path):
+        return known
+    # As when the file is run: what lies beside it can be imported.
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    _guarded(str(path), lambda: cast("Any", spec.loader).exec_module(module))
+    try:
+        _guarded(str(path), lambda: cast("Any", spec.loader).exec_module(module))
+    except FactoryError:
+        del sys.modules[name]
+        raise
     return module
 
 
