@@ -12,7 +12,7 @@ from torch import nn
 
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
-from .finding.planning import Planner, check_solver
+from .finding.planning import Planner, check_solver, silent
 from .options import StepKeywords, StepOptions
 from .pictures.tables import html_table
 from .plan import Plan
@@ -180,7 +180,7 @@ def largest_batch(
         raise BudgetError(f"sizes must be batch sizes of at least 1, got {list(sizes)}")
     limit = parse_budget(budget, 1)
     options = StepOptions.of(step)
-    search = _Search(model, make_batch, limit, solver, time_limit_s, step, progress or (lambda _: None))
+    search = _Search(model, make_batch, limit, solver, time_limit_s, step, progress or silent)
     if sizes is not None:
         search.try_in_turn(sorted(set(sizes)))
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from remat.whole_file import write_whole
 
 from .budget import format_bytes
 from .circumstances import Circumstances, Count
@@ -162,18 +162,7 @@ class Plan:
         target = Path(path)
         if not target.parent.is_dir():
             raise PlanFileError(f"cannot write {target}: there is no folder {target.parent}; make it first")
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            # mkstemp makes a private file; a plan is meant to be read by all ranks and colleagues.
-            Path(name).chmod(target.stat().st_mode & 0o777 if target.exists() else 0o644)
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(target, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

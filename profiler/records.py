@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
+from remat.whole_file import write_whole
 
 from .step_record import IntArray, StepRecord
 from .times import Origin, Spread
@@ -125,21 +126,21 @@ class Profile(StepRecord):
         parts = self.parts
         held = ("parameters", parts.parameters), ("gradients", parts.gradients), ("optimizer state", parts.optimizer)
         lines = [
-            f"{self.model} on {self.device}: peak {self.peak_bytes() / 2**20:,.1f} MiB in the {self.peak_moment()}; "
+            f"{self.model} on {self.device}: peak {_mib(self.peak_bytes())} in the {self.peak_moment()}; "
             f"step {self.step}, forward {self.forward}; {len(self.stages)} stages",
-            ", ".join(f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in held),
+            ", ".join(f"{name} {_mib(nbytes)}" for name, nbytes in held),
             f"bytes: {self.bytes_from}; times: {self.times_from}; step time: {self.step_time_from}",
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def __repr__(self) -> str:
-        peak, step = f"{self.peak_bytes() / 2**20:,.1f} MiB", f"{self.step_ns / 1e6:,.1f} ms"
+        peak, step = _mib(self.peak_bytes()), f"{self.step_ns / 1e6:,.1f} ms"
         return f"<Profile of {self.model} on {self.device}: peak {peak}, step {step}, {len(self.operators)} operators>"
 
     def _repr_html_(self) -> str:
         first, *others = str(self).splitlines()
         table = self.alive_at_peak(5)
-        table["bytes"] = [f"{nbytes / 2**20:,.1f} MiB" for nbytes in table["bytes"]]
+        table["bytes"] = [_mib(nbytes) for nbytes in table["bytes"]]
         below = "".join(f"<p>{escape(line)}</p>" for line in others)
         return f"<p><b>{escape(first)}</b></p>{below}<p>The largest alive at the peak:</p>{table.to_html(index=False)}"
 
@@ -233,10 +234,7 @@ class Profile(StepRecord):
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON; an existing file is replaced only when the new one is complete."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.partial")
-        temporary.write_text(self.to_json())
-        temporary.replace(target)
+        write_whole(Path(path), self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Profile:
@@ -251,3 +249,8 @@ class Profile(StepRecord):
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter[Any]:
     return TypeAdapter(Profile)
+
+
+def _mib(nbytes: int) -> str:
+    """Return bytes in one unit for all rows, so that they compare at a glance."""
+    return f"{nbytes / 2**20:,.1f} MiB"

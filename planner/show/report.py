@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +14,12 @@ from jinja2 import Environment
 from markupsafe import Markup
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
+from remat.whole_file import write_whole
 
 from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
+from ..finding.planning import silent
 from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
 from ..pictures.timeline import memory_parts
 from ..plan import Plan
@@ -68,7 +69,7 @@ def report_html(
     Raises:
         BudgetError: The budget cannot be read.
     """
-    say: Callable[[str], None] = progress or (lambda _: None)
+    say: Callable[[str], None] = progress or silent
     plan, refusal, asked = _chosen(comparison, budget)
     verification: Verification | None = None
     if subject is not None:
@@ -136,17 +137,8 @@ def write_report(
         BudgetError: The budget cannot be read.
         OSError: The file cannot be written.
     """
-    target = Path(path)
     page = report_html(comparison, budget=budget, subject=subject, command=command, progress=progress)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(page)
-        Path(name).chmod(0o644)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(Path(path), page)
 
 
 def _chosen(comparison: Comparison, budget: int | str | None) -> tuple[Plan, str, int]:
