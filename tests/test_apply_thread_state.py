@@ -49,6 +49,13 @@ PLANS = {
 }
 
 
+def assert_idle(applied):
+    threads = applied._planned.threads
+    thread = threads.here
+    assert (thread.counts, thread.loop, thread.open, thread.uncounted) == (None, None, [], False)
+    assert thread.level is threads.top
+
+
 class InjectedError(Exception):
     """Raised where a test says."""
 
@@ -61,7 +68,7 @@ def test_an_error_at_any_point_leaves_nothing_behind_in_the_thread(name, place, 
     plain = train_step(copy.deepcopy(model), x)
     holder, attribute = place
     original = getattr(holder, attribute)
-    with apply_segments(model, segments):
+    with apply_segments(model, segments) as applied:
         for number in (1, 2, 5):
             left = number
 
@@ -78,6 +85,7 @@ def test_an_error_at_any_point_leaves_nothing_behind_in_the_thread(name, place, 
             monkeypatch.setattr(holder, attribute, original)
             assert top_hooks() is None
             assert function_mode_count() == 0
+            assert_idle(applied)
             assert_same(train_step(model, x), plain)
             if left > 0:
                 # It was not called as often.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
 
 import pytest
 import torch
@@ -25,10 +24,8 @@ def planned(name):
     """Profile a model once for all its tests, which follow one another."""
     gc.collect()
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, batch, loss = ZOO[name]()
-        return Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss, {}
+    model, batch, loss = ZOO[name]()
+    return Planner.of(model, batch, loss=loss, repeats=1), model, batch, loss, {}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +36,6 @@ def planned(name):
         for solver, budget, fast in CASES
     ],
 )
-@pytest.mark.filterwarnings("ignore")
 def test_a_planned_model_computes_the_same_and_keeps_its_promise(name, solver, budget):
     planner, model, batch, loss, seen = planned(name)
     try:

@@ -148,7 +148,7 @@ class PlannedForward(StandIn):
             if torch.is_grad_enabled():
                 return self._run(planned.threads, thread, args, kwargs)
             return self.original(*args, **kwargs)
-        if not planned.in_force(thread):
+        if not planned.in_force():
             return self.original(*args, **kwargs)
         if not self.scope:
             return self._run(planned.threads, thread, args, kwargs)

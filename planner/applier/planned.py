@@ -12,7 +12,7 @@ from ...profiler.repeatable import may_run_again
 from ..errors import ApplyError
 from .expected import Expected
 from .internals import children_of, forward_hook_registries, global_hook_registries
-from .thread_state import Level, ThreadState, ThreadStates
+from .thread_state import Level, ThreadStates
 
 
 class Planned:
@@ -44,11 +44,12 @@ class Planned:
         self._hooks += global_hook_registries()
         self._known_hooks = [hooks.copy() for hooks in self._hooks]
 
-    def in_force(self, thread: ThreadState) -> bool:
-        """Return whether a forward or replay that begins now is to be checkpointed."""
-        return torch.is_grad_enabled() and (
-            thread.replaying or (self.root.training is self.training and not torch.is_inference_mode_enabled())
-        )
+    def in_force(self) -> bool:
+        """Return whether a forward that begins now is to be checkpointed.
+
+        A replay needs no answer: where segments are inside, calls are counted already; where none are, none can begin.
+        """
+        return torch.is_grad_enabled() and self.root.training is self.training and not torch.is_inference_mode_enabled()
 
     def check_model(self) -> None:
         """Refuse a model that is not as it was when the plan was applied; runs once a forward.

@@ -116,10 +116,10 @@ class ThreadState:
          │                            └── a run's first member ──> in a loop <──> in a member ── the last one's end ──┘
          └── backward unpacks ──> replaying: as counting or, where no segment is inside, with nothing counted
 
-        idle             counts None, level the top's, loop None, open empty, not replaying
+        idle             counts None, level the top's, loop None, open empty
         counting         counts a dictionary; level holds what may begin here; loop None
         inside a region  level is the segment's `inside`; loop None
-        in a loop        loop records the parent's operators; open ends with the loop's runs
+        in a loop        loop records the parent's operators; open ends with its runs, level is inside the last of them
         in a member      loop None again, and held by the member's call until it returns
         replaying        level and counts as the region's forward had them; what was there before comes back at its end
 
@@ -130,19 +130,17 @@ class ThreadState:
             and how many come before the others (recycling, self-conditioning) may differ from step to step.
         loop: The parent's loop between whose member calls we are; None inside a member or without an open run.
         open: Runs begun and not ended, in order.
-        replaying: Whether a segment is being replayed.
         uncounted: Whether operators running now are the applier's own.
         cut: Names of the segments of this forward that were ended before their last call came.
     """
 
-    __slots__ = ("counts", "cut", "level", "loop", "open", "replaying", "uncounted")
+    __slots__ = ("counts", "cut", "level", "loop", "open", "uncounted")
 
     def __init__(self, top: Level) -> None:
         self.level = top
         self.counts: dict[int, int] | None = None
         self.loop: Loop | None = None
         self.open: list[Run] = []
-        self.replaying = False
         self.uncounted = False
         self.cut: list[str] = []
 
@@ -169,8 +167,8 @@ class ThreadState:
 
     def replay(self, level: Level, counts: dict[int, int], body: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Call `body` with the calls counted and the segments admitted as they were in forward."""
-        outer = self.level, self.counts, self.loop, self.replaying
-        self.level, self.counts, self.loop, self.replaying = level, None, None, True
+        outer = self.level, self.counts, self.loop
+        self.level, self.counts, self.loop = level, None, None
         try:
             if not level.begins:
                 body(*args)
@@ -178,7 +176,7 @@ class ThreadState:
                 self.counts = counts.copy()
                 self.scoped(None, body, args, {})
         finally:
-            self.level, self.counts, self.loop, self.replaying = outer
+            self.level, self.counts, self.loop = outer
 
 
 class ThreadStates(threading.local):
