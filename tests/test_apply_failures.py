@@ -521,6 +521,29 @@ def test_copies_for_data_parallel_are_refused():
     assert type(model._replicate_for_data_parallel()) is type(model)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), torch.full((), 2.0)
+
+    def forward(self, x):
+        return self.linear(x * self.scale)
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_not_taken_for_it():
+    model = nn.Sequential(Scaled()).train()
+    with apply_segments(model, [segment("0")]):
+        loss = model(torch.randn(2, 4)).sum()
+        before = id(model[0].scale)
+        for _ in range(100):
+            # Objects that are gone soon have others in their place, at the same address.
+            model[0].scale = torch.full((), 3.0)
+            if id(model[0].scale) == before:
+                break
+        with pytest.raises(ReplayStateError, match="attribute '0.scale'"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("plan", [[segment("0")], [segment("0", "1")]], ids=["one call", "a run"])
 def test_a_hook_or_a_child_that_goes_between_forward_and_backward_is_noticed(plan):
     model, x = nn.Sequential(Adjustable(), Adjustable()).train(), torch.randn(4, 16)

@@ -210,3 +210,33 @@ def test_outputs_in_registered_containers_keep_nothing_alive(wrap):
     _, peak, rest = bytes_of(model, x, [segment("0", "1")])
     assert rest == 0
     assert peak <= plain_peak
+
+
+MADE, ALIVE = [], []
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        MADE.append(weakref.ref(y))
+        return y
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Ends(nn.Linear):
+    def forward(self, x):
+        ALIVE.append(MADE[-1]() is not None)
+        return super().forward(x)
+
+
+def test_a_replay_lets_go_of_what_no_later_step_uses():
+    MADE.clear()
+    ALIVE.clear()
+    model = nn.Sequential(Adds(), Doubles(), Ends(4, 4)).train()
+    with apply_segments(model, [segment("0", "1", "2")]):
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert ALIVE == [False, False]
