@@ -540,7 +540,7 @@ def test_a_tensor_in_the_place_of_one_that_is_gone_is_not_taken_for_it():
             model[0].scale = torch.full((), 3.0)
             if id(model[0].scale) == before:
                 break
-        with pytest.raises(ReplayStateError, match="attribute '0.scale'"):
+        with pytest.raises(ReplayStateError, match=r"attribute '0\.scale'"):
             loss.backward()
 
 
@@ -578,3 +578,19 @@ def test_an_attribute_may_hold_anything_that_does_not_change(value):
             model[0].other, model[0].gone = value, None
             found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class DifferentiatesInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x).sigmoid()
+        return y + torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+
+def test_a_backward_inside_a_segments_own_forward_is_refused():
+    model = nn.Sequential(DifferentiatesInside()).train()
+    with apply_segments(model, [segment("0")]), pytest.raises(ReplayStateError, match="forward was still running"):
+        model(torch.randn(2, 4, requires_grad=True))

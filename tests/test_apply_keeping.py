@@ -64,6 +64,36 @@ def test_what_could_not_be_told_apart_is_told_once_and_not_in_the_first_run():
         train_step(model, x)
 
 
+class MovesACall(nn.Module):
+    """Makes as many calls whenever it runs, but one of them at another place the first time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        early = "moved" not in TABLE
+        TABLE["moved"] = True
+        if early:
+            torch.mm(torch.eye(16), torch.ones(16, 16))
+        x = torch.mm(x, self.first).tanh()
+        x = torch.mm(x, self.second).tanh()
+        if not early:
+            torch.mm(torch.eye(16), torch.ones(16, 16))
+        return x.sin()
+
+
+@pytest.mark.parametrize("kept", [(1,), (2,), (1, 2)])
+def test_a_call_that_a_replay_makes_elsewhere_takes_no_other_calls_place(kept):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(MovesACall()).train(), torch.randn(16, 16)
+    TABLE.clear()
+    plain = train_step(copy.deepcopy(model), x)
+    TABLE.clear()
+    with apply_segments(model, [segment("0", save=saved(MM, *kept))]):
+        assert_same(train_step(model, x), plain)
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()
