@@ -533,6 +533,8 @@ class Scaled(nn.Module):
 def test_a_tensor_in_the_place_of_one_that_is_gone_is_not_taken_for_it():
     model = nn.Sequential(Scaled()).train()
     with apply_segments(model, [segment("0")]):
+        # What was there when the plan was applied is held for as long as the plan; this is not.
+        model[0].scale = torch.full((), 2.5)
         loss = model(torch.randn(2, 4)).sum()
         before = id(model[0].scale)
         for _ in range(100):
