@@ -249,7 +249,7 @@ class Check:
         planner = Planner.of(model, batch)
         profile, rows = planner.profile, {}
         rows["none"] = {
-            "predicted": planner.search.unplanned_peak_bytes(),
+            "predicted": planner.search.dry_runs.unplanned_peak_bytes(),
             "allocated, predicted": profile.peak_bytes(),
             "step ns": profile.step_ns,
             "forward ns": profile.forward_ns,

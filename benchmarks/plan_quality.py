@@ -23,7 +23,7 @@ from models import NAMES, Built, build
 from remat.planner import InfeasibleBudgetError, Planner, apply, verify
 from remat.planner.bridge.bridge import Bridge
 from remat.planner.finding.explain import explain_peak
-from remat.profiler.host import host_costs
+from remat.planner.finding.host import host_costs
 from remat.profiler.stages import SHARE, cut
 from remat.profiler.timing import train_once
 from remat.solvers import SOLVERS, BudgetTooSmallError, Solution, simulate
@@ -273,8 +273,8 @@ def dry_run(planner: Planner, solution: Solution) -> tuple[int, str]:
     """Return the peak of the applied plan's dry run, and what holds it."""
     place = simulate(planner.bridge.problem(1), solution.segments)
     stage = planner.profile.stages[place.stage].name if place.stage >= 0 else "no stage"
-    trial = planner.search.trial(solution)
-    holders = explain_peak(trial.recording, planner.profile, trial.peak_bytes, limit=6)
+    trial = planner.search.draft(solution)
+    holders = explain_peak(trial.dry_run.record, planner.profile, trial.peak_bytes, limit=6)
     return trial.peak_bytes, f"simulated peak in {place.phase} of {stage}; dry run: {holders}"
 
 
@@ -307,7 +307,7 @@ def without_save_sets(planner: Planner) -> Bridge:
 
 def replace_bridge(planner: Planner, bridge: Bridge) -> Planner:
     """Return a planner over the same step with another bridge."""
-    return replace(planner, search=replace(planner.search, profile=bridge.profile, bridge=bridge))
+    return planner.with_bridge(bridge)
 
 
 def recut(planner: Planner, stage_share: float) -> Planner:

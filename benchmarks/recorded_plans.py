@@ -17,8 +17,8 @@ from pathlib import Path
 from models import NAMES, build
 from plan_quality import trial_step
 from remat.planner.bridge.bridge import Bridge
+from remat.planner.bridge.candidates import HostCosts
 from remat.profiler import Profile, profile
-from remat.profiler.host import HostCosts
 from remat.solvers import SOLVERS, BudgetTooSmallError, Problem, Solution
 
 HOST = HostCosts(250_000, 15_000)

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 from remat.planner.bridge.bridge import Bridge
+from remat.planner.bridge.candidates import HostCosts
 from remat.profiler import Profile
-from remat.profiler.host import HostCosts
 from remat.profiler.records import StageSpan
 from remat.profiler.step_record import Operator as Call
 from remat.profiler.step_record import Storage

@@ -80,7 +80,7 @@ class Comparison:
     @property
     def unplanned_peak_bytes(self) -> int:
         """Return the peak of the step without a plan."""
-        return self.planner.search.unplanned_peak_bytes()
+        return self.planner.search.dry_runs.unplanned_peak_bytes()
 
     @property
     def solvers(self) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def compare(
         for done, (solver, budget) in enumerate(asked):
             if progress is not None:
                 progress(Phase(f"{solver} at {budget}", done, len(asked)))
-            run.plan(solver, parse_budget(budget, planner.search.unplanned_peak_bytes()))
+            run.plan(solver, parse_budget(budget, planner.search.dry_runs.unplanned_peak_bytes()))
     if measure:
         run.measure(model, batch, planner.options.loss)
     return run.comparison()

@@ -242,7 +242,7 @@ class _Search:
 
     def _plan(self, size: int) -> BatchSize:
         planner = Planner.of(self.model, self.make_batch(size), **self.step)
-        profile, unplanned_bytes = planner.profile, planner.search.unplanned_peak_bytes()
+        profile, unplanned_bytes = planner.profile, planner.search.dry_runs.unplanned_peak_bytes()
         known: dict[str, Any] = {
             "size": size,
             "unplanned_peak_bytes": unplanned_bytes,

@@ -62,6 +62,8 @@ class Plan:
         predicted_peak_bytes: Peak of the planned step, from the dry run.
         predicted_overhead: Replayed forward time by the unplanned step's time.
         predicted_overhead_range: The least and the most it would be by the spread of the profile's repeats.
+        measured_overhead: What the plan was measured to add, in turn with the unplanned step, where plans were raced.
+        measured_overhead_range: The least and the most of it over the rounds.
         unplanned_peak_bytes: Peak of the step without a plan.
         lower_bound_overhead: No plan under the budget costs less, as far as the solver proved.
         gap: How far predicted_overhead may be above the optimum, relative; 0 where proven optimal.
@@ -86,6 +88,8 @@ class Plan:
     predicted_peak_bytes: Count | None = None
     predicted_overhead: float | None = None
     predicted_overhead_range: tuple[float, float] | None = None
+    measured_overhead: float | None = None
+    measured_overhead_range: tuple[float, float] | None = None
     unplanned_peak_bytes: Count | None = None
     lower_bound_overhead: float | None = None
     gap: float | None = None
@@ -318,6 +322,8 @@ def percent_range(share: float | None, around: tuple[float, float] | None, *, un
 def _headline(plan: Plan) -> str:
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
     overhead, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
+    if plan.measured_overhead is not None:
+        overhead += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
     return (
         f"plan: {_count(len(plan.segments), 'segment')}, peak {_bytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "

@@ -2,11 +2,13 @@
 
 from .errors import BudgetTooSmallError
 from .problem import Candidate, Operator, Problem, Segment, Stage, Tensor
-from .registry import SOLVERS, Solver
+from .registry import DRY_RUN_WITH, LEAST_OF_ALL, SOLVERS, Solver
 from .simulate import Moment, Simulation, simulate
 from .solution import Solution, Status
 
 __all__ = [
+    "DRY_RUN_WITH",
+    "LEAST_OF_ALL",
     "SOLVERS",
     "BudgetTooSmallError",
     "Candidate",

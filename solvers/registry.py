@@ -34,3 +34,10 @@ SOLVERS: dict[str, Solver] = {
     "ilp": ilp.solve,
     "auto": auto.solve,
 }
+
+DRY_RUN_WITH: dict[str, tuple[str, ...]] = {"dp_nested": ("dp",)}
+"""Solvers whose plans are dry-run beside another's. What is alive inside nested replays is foreseen less well: where
+that costs rounds of solving for less, `dp` may be ahead."""
+
+LEAST_OF_ALL = "sqrt"
+"""The solver whose plan of least peak is tried where another's does not fit: few and long segments, easily foreseen."""

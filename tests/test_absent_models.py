@@ -55,7 +55,7 @@ def test_a_model_that_is_not_there_has_the_bytes_of_one_that_is(kind):
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_planning_for_a_card_runs_nothing_and_leaves_the_model_as_it_was(kind, monkeypatch):
-    monkeypatch.setattr("remat.planner.finding.trial.run_steps", None)
+    monkeypatch.setattr("remat.planner.finding.checking.run_steps", None)
     monkeypatch.setattr("remat.profiler.profiling.run_steps", None)
     monkeypatch.setattr("remat.profiler.profiling.time_record", None)
     model, batch = absent(kind)

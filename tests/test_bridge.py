@@ -8,9 +8,9 @@ import torch
 from remat.planner import plan
 from remat.planner.applier.apply import apply_segments
 from remat.planner.bridge.bridge import Bridge
+from remat.planner.bridge.candidates import HostCosts
 from remat.planner.bridge.hazards import Refusal, RefusedCalls
 from remat.profiler import profile
-from remat.profiler.host import HostCosts
 from remat.solvers import SOLVERS, BudgetTooSmallError, Candidate, Segment, simulate
 from torch import nn
 

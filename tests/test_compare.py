@@ -94,7 +94,7 @@ def test_the_text_has_a_line_for_every_row():
 def test_shares_are_of_the_peak_by_what_runs_out_as_they_are_for_a_plan(monkeypatch):
     known = small_comparison().planner
     model, batch = known.session.step.model, known.session.step.args[0]
-    monkeypatch.setattr(type(known.search), "beside_bytes", lambda search, recording: 2**20)
+    monkeypatch.setattr(type(known.search.dry_runs), "beside_bytes", lambda runs, record: 2**20)
     found = compare(model, batch, budgets=("60%",), solvers=("none",), planner=known)
     assert found.unplanned_peak_bytes == known.profile.peak_bytes() + 2**20
     assert list(found.frame["budget_bytes"]) == [int(0.6 * found.unplanned_peak_bytes)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from remat.planner import apply, plan
+from remat.planner.finding.checking import Checker
 from remat.planner.finding.planning import Planner
-from remat.planner.finding.trial import Trials
 from remat.profiler import BatchError, profile
 from remat.profiler.allocator import allocations_inside
 from remat.profiler.caching_allocator import AllocatorSettings
@@ -143,7 +143,6 @@ def test_a_trial_that_runs_out_of_memory_leaves_a_plan_that_says_so(monkeypatch)
 def test_a_planned_step_that_alone_runs_out_of_memory_is_not_blamed_on_its_segments(monkeypatch):
     model, x = small()
     planner = Planner.of(model, x, loss=mean_square, repeats=0)
-    trials = Trials()
     segments = planner.plan("80%", solver="dp", check=False).segments
     train = type(planner.session.step).train
     count = []
@@ -153,8 +152,9 @@ def test_a_planned_step_that_alone_runs_out_of_memory_is_not_blamed_on_its_segme
         return train(step) if len(count) == 1 else out_of_memory()
 
     monkeypatch.setattr(type(planner.session.step), "train", second_fails)
-    assert trials.check(planner.session.step, segments, 1) == []
-    assert "ran out" in trials.unchecked
+    checked = Checker().check(planner.session.step, segments, 1)
+    assert not checked.faults
+    assert "ran out" in checked.unchecked
 
 
 def test_memory_that_runs_out_in_a_measured_step_leaves_estimates(monkeypatch):
@@ -234,10 +234,10 @@ def test_on_a_card_the_budget_is_on_reserved_bytes_and_the_context(monkeypatch):
     model, _ = small()
     x = torch.randn(8192, 32)
     planner = Planner.of(model, x, loss=mean_square, optimizer="adamw", repeats=0)
-    allocated = planner.search.unplanned_peak_bytes()
+    allocated = planner.search.dry_runs.unplanned_peak_bytes()
     monkeypatch.setitem(KINDS, "cpu", Reserving)
     planner = Planner.of(model, x, loss=mean_square, optimizer="adamw", repeats=0)
-    unplanned = planner.search.unplanned_peak_bytes()
+    unplanned = planner.search.dry_runs.unplanned_peak_bytes()
     assert unplanned > allocated + 300 * MIB
     budget = unplanned - 8 * MIB
     found = planner.plan(budget, solver="dp", check=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Planner
 from remat.planner.budget import BudgetError
-from remat.planner.finding.search import Search
+from remat.planner.finding.dry_runs import DryRuns
 from remat.planner.largest_batch import BatchSearch, BatchSize, largest_batch
 from remat.planner.pictures.throughput import throughput_by_batch
 
@@ -58,7 +58,7 @@ def test_the_chosen_size_has_the_best_throughput():
 
 
 def test_a_size_that_fits_but_for_what_is_reserved_beside_its_tensors_is_planned(monkeypatch):
-    monkeypatch.setattr(Search, "beside_bytes", lambda search, recording: 2**20)
+    monkeypatch.setattr(DryRuns, "beside_bytes", lambda runs, record: 2**20)
     model, step = build(blocks=2)[0], {"solver": "dp", "loss": squares, "repeats": 0}
     peak = Planner.of(model, make_batch(512), loss=squares, repeats=0).profile.peak_bytes()
     (tried,) = largest_batch(make_batch, peak + 2**19, model=model, sizes=(512,), **step).tried

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, PlanError, Planner, plan, verify
+from remat.planner.bridge.candidates import HostCosts
 from remat.profiler import profile
 from remat.profiler.allocator import allocated_peak_bytes
-from remat.profiler.host import HostCosts
 from remat.profiler.step import Step
 from torch import nn
 from torch.nn import functional as F  # noqa: N812

@@ -38,9 +38,9 @@ def test_the_memory_model_of_a_planned_step_is_the_dry_runs(planners, name, shar
         solution = SOLVERS["dp"](problem)
     except ValueError as error:
         solution = error.solution
-    trial = planner.search.trial(solution)
+    draft = planner.search.draft(solution)
     unseen = planner.profile.unseen_bytes
-    dry = trial.recording.peak_bytes() + unseen
+    dry = draft.dry_run.record.peak_bytes() + unseen
     assert solution.peak_bytes == pytest.approx(dry, rel=2e-3)
 
 

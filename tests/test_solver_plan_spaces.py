@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 from remat.planner import InfeasibleBudgetError, plan
 from remat.planner.bridge.bridge import Bridge
+from remat.planner.bridge.candidates import HostCosts
 from remat.profiler import profile
-from remat.profiler.host import HostCosts
 from remat.solvers import SOLVERS, BudgetTooSmallError, Problem, Solution
 
 from benchmarks.models import build

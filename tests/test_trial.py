@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, plan, verify
+from remat.planner.finding.checking import Checker
 from remat.planner.finding.planning import Planner
-from remat.planner.finding.trial import Trials
 from torch import nn
 
 from .apply_models import segment
@@ -208,7 +208,7 @@ def test_a_model_that_replays_exactly_keeps_its_plan():
 def test_a_step_that_does_not_fit_is_not_run_and_the_plan_says_so(monkeypatch):
     model, x = chain(None, None, None)
     planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
-    monkeypatch.setattr("remat.planner.finding.trial.fits", lambda nbytes, device: False)
+    monkeypatch.setattr("remat.planner.finding.checking.fits", lambda nbytes, device: False)
     assert any("was not compared" in note for note in least(planner).notes)
 
 
@@ -234,13 +234,13 @@ def counting(function, runs):
 def test_without_a_check_no_real_step_is_run(monkeypatch):
     model, x = chain(None, None, None)
     planner = Planner.of(model, x, loss=lambda out: out.square().mean(), repeats=0)
-    monkeypatch.setattr(Trials, "check", None)
+    monkeypatch.setattr(Checker, "check", None)
     assert planner.plan("85%", solver="dp", check=False).segments
 
 
 def test_a_plan_function_passes_check_on(monkeypatch):
     model, x = chain(None, None, None)
-    monkeypatch.setattr(Trials, "check", None)
+    monkeypatch.setattr(Checker, "check", None)
     assert plan(model, x, "85%", solver="dp", loss=mean_square, check=False).segments
 
 

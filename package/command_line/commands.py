@@ -51,6 +51,7 @@ def plan(
     out: opt.PlanOut = None,
     headroom: opt.Headroom = 0.0,
     time_limit: opt.TimeLimit = None,
+    race: opt.Race = 0,
 ) -> int:
     """Find where to checkpoint so that the step fits a budget, and write the plan."""
     terminal, subject = Terminal(output), _load(target, step)
@@ -59,7 +60,7 @@ def plan(
 
     with terminal.progress() as say, _running(target, subject):
         planner = Planner.of(subject.model, subject.batch, loss=subject.loss, progress=say, **_step(step, subject))
-        found = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, progress=say)
+        found = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, race=race, progress=say)
     console.print_parts(terminal.tables, planner.profile)
     console.print_plan(terminal.tables, found)
     terminal.result(lambda: as_data.of_plan(found))

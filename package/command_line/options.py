@@ -355,6 +355,15 @@ TimeLimit = Annotated[
         help="Most seconds for each solve; a plan takes a few. Example: 30",
     ),
 ]
+Race = Annotated[
+    int,
+    typer.Option(
+        "--race",
+        metavar="COUNT",
+        min=0,
+        help="Time so many plans in turn and take the measured best; 0 takes the predicted best. Example: 3",
+    ),
+]
 Repeats = Annotated[
     int, typer.Option("--repeats", metavar="COUNT", min=0, help="Timed repeats; 0 measures no time. Example: 5")
 ]

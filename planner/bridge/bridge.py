@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
+from dataclasses import replace
+from functools import partial
 
-from ...profiler.host import HostCosts
 from ...profiler.records import Profile
 from ...solvers.problem import Candidate, Operator, Problem, Segment
 from ..plan import PlannedSegment
 from .calls import CallIndex
-from .candidates import candidates_of
+from .candidates import HostCosts, Replays, candidates_of
 from .hazards import Hazards, Refusal, RefusedCalls
 from .memory import StageTimes, stages_of, tensors_of
 from .named import NamedSegments
@@ -59,6 +60,10 @@ class Bridge:
         self.profile = profile
         self.host = host
         self.scope = scope
+        units = frozenset(units)
+        self._again = partial(
+            Bridge, host=host, cross_operators=cross_operators, save_sets=save_sets, units=units, scope=scope
+        )
         stages, calls = StageTimes(profile), CallIndex(profile)
         kept = named.kept if named is not None else savable(profile) if save_sets else []
         self.bounds = stages.bounds
@@ -73,7 +78,7 @@ class Bridge:
         )
         self.stages = stages_of(profile, stages, self.tensors)
         self._calls = calls
-        self._hazards = Hazards(profile, calls, frozenset(units), scope)
+        self._hazards = Hazards(profile, calls, units, scope)
         self._names = Names(profile, stages, calls, kept)
         self.candidates: tuple[Candidate, ...] = candidates_of(
             profile,
@@ -88,6 +93,8 @@ class Bridge:
             named=named,
         )
         self.refused: tuple[RefusedCalls, ...] = ()
+        self._kept = kept
+        self._replays = Replays(profile)
 
     def problem(self, budget_bytes: int) -> Problem:
         """State the problem for a budget in bytes."""
@@ -119,6 +126,31 @@ class Bridge:
             if not (self.bounds[candidate.start] <= first and end <= self.bounds[candidate.stop])
         )
         return other
+
+    def repriced(self, profile: Profile) -> Bridge:
+        """Return a bridge of the same step by other times, which offers as much."""
+        other = self._again(profile)
+        for refused in self.refused:
+            other = other.without(refused)
+        return other
+
+    def of_named(self, named: NamedSegments) -> Bridge:
+        """Return a bridge of the same step that offers segments named by hand and nothing else."""
+        return self._again(named.profile, named=named)
+
+    def without_save_sets(self) -> Bridge:
+        """Return a bridge that lets segments keep nothing; it shares everything else with this one."""
+        other = copy(self)
+        other.candidates = tuple(replace(candidate, operators=()) for candidate in self.candidates)
+        return other
+
+    def replayed(self, segments: Iterable[Segment]) -> Iterator[int]:
+        """Yield the operators that replays of segments run, those of nested ones on their own account."""
+        for top in segments:
+            for segment in top.walk():
+                first, end = self.span(segment.start, segment.stop)
+                kept = {self._kept[index] for index in segment.keep}
+                yield from (k for k in range(first, self._replays.stop(first, end)) if k not in kept)
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Return the operators of an interval of stages, half open."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from ...profiler.host import HostCosts
 from ...profiler.records import Profile
 from ...profiler.step_record import BETWEEN_RANKS
 from ...solvers.problem import Candidate, Operator, Tensor
@@ -23,6 +23,14 @@ WORTHWHILE = 1e-3
 WINDOWS = (1000, 18, 6)
 MOST_INTERVALS = 1200
 """The widest window with which at most so many intervals are offered is taken: see `_Candidates._narrowness`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Hold host costs in nanoseconds: per segment and step, and per operator of a segment with a save set and step."""
+
+    region_ns: int
+    selective_operator_ns: int
 
 
 def candidates_of(

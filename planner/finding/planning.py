@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 from torch import nn
 
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
-from ...profiler.host import HostCosts, host_costs
 from ...profiler.step import Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
+from ..bridge.candidates import HostCosts
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..bridge.scope import Scope
-from ..budget import BudgetError, check_share, format_bytes, parse_budget
-from ..circumstances import Circumstances, autocast_now
-from ..errors import InfeasibleBudgetError, PlanError
-from ..fingerprint import Fingerprint
+from ..budget import BudgetError, check_share, parse_budget
+from ..circumstances import autocast_now
+from ..errors import PlanError
 from ..options import StepKeywords, StepOptions
 from ..pictures.timeline import Timeline
 from ..plan import BatchTensor, Plan, PlannedSegment
-from .explain import explain_peak, held_output
-from .search import DryRunFailedError, Search, Trial
-from .trial import Fault, Trials
+from .checking import Checked, Checker, Fault
+from .dry_runs import DryRunFailedError, DryRuns
+from .explain import explain_peak
+from .host import host_costs
+from .racing import raced
+from .search import Draft, Effort, Search
+from .writing import batch_tensors, infeasible, plan_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +49,7 @@ def plan(
     gap: float = 0.0,
     planner: Planner | None = None,
     check: bool = True,
+    race: int = 0,
     progress: Callable[[str], None] | None = None,
     **step: Unpack[StepKeywords],
 ) -> Plan:
@@ -65,6 +68,8 @@ def plan(
         planner: What `Planner.of` returned, to plan several budgets from one profile.
         check: Run the planned and the unmodified step once for real, and plan again without the segments whose replay
             computes something else.
+        race: Time so many plans in turn with the unplanned step, of the solver asked for and of others, and return the
+            measured best; what is learnt of the operators' times goes into one more search. Takes as many more steps.
         progress: Called with a few words before each phase.
         step: What else the step is: loss, optimizer, accumulation, save_sets, units, ranks, ...; see `StepOptions`.
 
@@ -89,6 +94,7 @@ def plan(
         time_limit_s=time_limit_s,
         gap=gap,
         check=check,
+        race=race,
         progress=progress,
     )
 
@@ -127,14 +133,14 @@ class Planner:
 
     Attributes:
         search: The profiled step, and what finds plans for it.
-        trials: Runs plans for real to see that they compute the same.
+        checker: Runs plans for real to see that they compute the same.
         options: What the step is besides its model and batch.
         units: Paths of the modules that are sharded on their own.
         autocast: What autocast was set to, as in `Circumstances`.
     """
 
     search: Search
-    trials: Trials
+    checker: Checker
     options: StepOptions
     units: tuple[str, ...]
     autocast: dict[str, str]
@@ -191,8 +197,9 @@ class Planner:
             units=paths,
             scope=scope,
         )
-        search = Search(recorded, whole or recorded, bridge, session)
-        return Planner(search, Trials(session.reference), options, paths, autocast_now(session.device.type))
+        dry_runs = DryRuns(profile=recorded, whole=whole or recorded, session=session)
+        search = Search(bridge=bridge, dry_runs=dry_runs)
+        return Planner(search, Checker(session.reference), options, paths, autocast_now(session.device.type))
 
     def check_given(self, model: nn.Module, batch: object, step: StepKeywords) -> None:
         """Refuse a model, a batch or options that this planner was not made with: they would be ignored.
@@ -205,7 +212,7 @@ class Planner:
                 f"planner= was made for another model (a {type(self.session.step.model).__name__}) than the "
                 f"{type(model).__name__} given, which would be ignored: pass the model that it was made with"
             )
-        known, given = _batch_tensors(self.session.step), _batch_tensors(Step.of(model, batch, self.options.loss))
+        known, given = batch_tensors(self.session.step), batch_tensors(Step.of(model, batch, self.options.loss))
         if known != given:
             raise PlanError(
                 "planner= was made for a batch of other shapes, dtypes or devices "
@@ -221,7 +228,7 @@ class Planner:
     @property
     def whole(self) -> Profile:
         """Return the recorded step of the whole model; one rank's where nothing is run."""
-        return self.search.whole
+        return self.search.dry_runs.whole
 
     @property
     def bridge(self) -> Bridge:
@@ -231,7 +238,7 @@ class Planner:
     @property
     def session(self) -> Session:
         """Return the step, ready to be recorded."""
-        return self.search.session
+        return self.search.dry_runs.session
 
     @property
     def ranks(self) -> int:
@@ -248,56 +255,63 @@ class Planner:
         time_limit_s: float | None = None,
         gap: float = 0.0,
         check: bool = True,
+        race: int = 0,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
         """Plan for one budget; see `plan`."""
         check_solver(solver)
         check_effort(time_limit_s, gap)
-        asked = parse_budget(budget, self.search.unplanned_peak_bytes())
+        self._check_race(race)
+        asked = parse_budget(budget, self.search.dry_runs.unplanned_peak_bytes())
         limit = int(asked * (1 - check_share("headroom", headroom)))
-        say = progress or silent
+        effort = Effort(solver=solver, time_limit_s=time_limit_s, gap=gap, say=progress or silent)
         with unplanned(self.session.step.model), self.session.step.guard.undisturbed():
-            planner, found = self._found(limit, solver, time_limit_s, gap, say, check=check)
-        if isinstance(found, DryRunFailedError):
-            raise found.cause
-        if found.peak_bytes <= limit:
-            return planner.plan_of(found, asked, headroom)
-        raise planner._infeasible(found, asked, limit, headroom, "" if solver == "auto" else f"{solver} ")
+            found = self.find(limit, effort, check=check)
+            if found.draft.peak_bytes > limit:
+                raise infeasible(found, budget_bytes=asked, headroom=headroom, solver=solver)
+            if race > 1:
+                found = raced(found, limit, effort, most=race, check=check)
+        return plan_of(found, budget_bytes=asked, headroom=headroom)
 
-    def _found(
-        self,
-        limit: int,
-        solver: str,
-        time_limit_s: float | None,
-        gap: float,
-        say: Callable[[str], None],
-        *,
-        check: bool,
-    ) -> tuple[Planner, Trial | DryRunFailedError]:
+    def find(self, limit: int, effort: Effort, *, check: bool) -> Found:
         """Search until a plan fits that computes the same, as far as `check` lets it be seen.
 
-        Returns also the planner that found it: it offers none of the segments that were seen to fail.
+        What is found carries the planner that found it: one that offers none of the segments that were seen to fail.
+
+        Args:
+            limit: Bytes that the peak may reach.
+            effort: How to solve.
+            check: Run what is found for real.
         """
         target, planner = limit, self
         for _ in range(CHECKS):
-            found = planner.search.best_or_failure(target, solver, time_limit_s, gap, say)
-            faults = planner._faults(found.segments, say) if check else []
-            for fault in faults:
-                planner = planner._without(fault)
-            if faults:
+            try:
+                draft = planner.search.best(target, effort)
+            except DryRunFailedError as failed:
+                planner = planner._without(planner._faults_of(failed, effort, check=check))
                 continue
-            if isinstance(found, DryRunFailedError) and found.segments:
-                # No real step told which of them it is: dry runs do.
-                for failure in planner.search.guilty(found):
-                    planner = planner._without(Fault(segments=failure.segments, reason=f"it raises {failure}"))
+            checked = planner._checked(draft.segments, effort) if check else Checked()
+            if checked.faults:
+                planner = planner._without(checked.faults)
                 continue
-            if isinstance(found, Trial):
-                dry_run_peak, found = found.peak_bytes, planner._as_measured(found)
-                if dry_run_peak <= target and found.peak_bytes > limit:
-                    target -= found.peak_bytes - limit
-                    continue
-            return planner, found
-        return planner, planner.search.unplanned_trial()
+            measured = draft.with_missed(planner.search.dry_runs.missed_bytes(draft.dry_run, checked.peak_bytes))
+            if draft.peak_bytes <= target and measured.peak_bytes > limit:
+                target -= measured.peak_bytes - limit
+                continue
+            return Found(planner=planner, draft=measured, notes=(checked.unchecked,))
+        return Found(planner=planner, draft=planner.search.unplanned())
+
+    def repriced(self, profile: Profile) -> Planner:
+        """Return a planner of the same step by other times."""
+        return self.with_bridge(self.bridge.repriced(profile))
+
+    def with_bridge(self, bridge: Bridge) -> Planner:
+        """Return a planner of the same step that offers what another bridge does."""
+        return replace(self, search=replace(self.search, bridge=bridge))
+
+    def without_save_sets(self) -> Planner:
+        """Return a planner of the same step that lets segments keep nothing."""
+        return self.with_bridge(self.bridge.without_save_sets())
 
     def timeline(self, plan: Plan | None = None) -> Timeline:
         """Return the memory over the step, without a plan or with one: what the plan's own dry run saw.
@@ -310,11 +324,12 @@ class Planner:
         """
         profile = self.profile
         if plan is None:
-            beside = self.search.unplanned_peak_bytes() - profile.peak_bytes()
+            beside = self.search.dry_runs.beside_bytes(profile)
             alive_bytes = int(profile.live_bytes().max(initial=0)) + beside
             timeline = Timeline.of(profile, profile, alive_bytes=alive_bytes, step_ns=profile.step_ns)
             return replace(timeline, peak_words=explain_peak(profile, profile, timeline.peak_bytes))
-        record, alive_bytes, _ = self.search.dry_run(plan.segments)
+        run = self.search.dry_runs.of(plan.segments)
+        record, alive_bytes = run.record, run.alive_bytes
         promised = plan.predicted_peak_bytes or 0
         if promised > profile.parts.optimizer_step_peak:
             alive_bytes = max(alive_bytes, promised)
@@ -339,169 +354,69 @@ class Planner:
     def __repr__(self) -> str:
         return f"<Planner of {self.profile!r}>"
 
-    def _faults(self, segments: tuple[PlannedSegment, ...], say: Callable[[str], None]) -> list[Fault]:
+    def _checked(self, segments: tuple[PlannedSegment, ...], effort: Effort) -> Checked:
         card = self.session.card
         if card is not None:
-            self.trials.unchecked = f"the plan was not tried on a real step: it was made for {card.name} without one"
-            return []
-        say(f"running {len(segments)} segments against the unmodified step")
-        return self.trials.check(self.session.step, segments, self._whole_step_bytes())
+            return Checked(unchecked=f"the plan was not tried on a real step: it was made for {card.name} without one")
+        effort.say(f"running {len(segments)} segments against the unmodified step")
+        return self.checker.check(self.session.step, segments, self.search.dry_runs.whole_step_bytes())
 
-    def _whole_step_bytes(self) -> int:
-        """Return what the unmodified step of the whole model allocates."""
-        return self.whole.peak_bytes() - self.whole.fixed_bytes()
+    def _faults_of(self, failed: DryRunFailedError, effort: Effort, *, check: bool) -> Sequence[Fault]:
+        """Return the segments to blame for a dry run that failed: as a real step tells, else as dry runs do.
 
-    def _as_measured(self, trial: Trial) -> Trial:
-        """Raise a trial's peak by what the allocator gave out beyond the dry run, where the planned step was run.
-
-        The whole model is run, so that one rank's peak is left as it is.
+        Raises:
+            Exception: What the step failed with, where it fails without segments too.
         """
-        if self.trials.peak_bytes is None or self.whole.accumulation or self.session.ranks is not None:
-            return trial
-        missed = max(0, self.search.with_entry(self.trials.peak_bytes) - trial.alive_bytes)
-        return replace(trial, peak_bytes=max(trial.peak_bytes, trial.alive_bytes + trial.beside_bytes + missed))
+        if not failed.segments:
+            raise failed.cause
+        faults = self._checked(failed.segments, effort).faults if check else ()
+        return faults or [
+            Fault(segments=guilty.segments, reason=f"it raises {guilty}")
+            for guilty in self.search.dry_runs.guilty(failed)
+        ]
 
-    def _without(self, fault: Fault) -> Planner:
+    def _without(self, faults: Sequence[Fault]) -> Planner:
         """Return a planner of the same step that offers no segment around the faulty ones any more."""
-        calls = frozenset((c.module, c.index) for segment in fault.segments for c in segment.members)
-        name = ", ".join(str(segment) for segment in fault.segments)
-        refusal = Refusal(name, f"computes something else in a replay ({fault.reason})")
-        bridge = self.bridge.without(RefusedCalls(calls=calls, refusal=refusal))
-        return replace(self, search=replace(self.search, bridge=bridge))
+        bridge = self.bridge
+        for fault in faults:
+            calls = frozenset((c.module, c.index) for segment in fault.segments for c in segment.members)
+            name = ", ".join(str(segment) for segment in fault.segments)
+            refusal = Refusal(name, f"computes something else in a replay ({fault.reason})")
+            bridge = bridge.without(RefusedCalls(calls=calls, refusal=refusal))
+        return self.with_bridge(bridge)
 
-    def plan_of(self, trial: Trial, asked: int, headroom: float) -> Plan:
-        """Return a trial as a plan, with all that was promised about it and the circumstances it holds for."""
-        recorded, solution, card = self.profile, trial.solution, self.session.card
-        step_ns = max(1, recorded.step_ns)
-        model = self.session.step.model
-        is_estimate = recorded.times_from.is_estimate or recorded.step_time_from.is_estimate
-        mode = "" if model.training else "made in eval mode, acts in eval mode only: to train, call model.train() first"
-        beside = trial.beside_bytes
-        reserved = (
-            f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, "
-            f"{format_bytes(self.session.place.context_bytes())} of it for the context"
-            if beside
-            else ""
-        )
-        refusals = [f"not replayed: {words}" for words in self._refusals()]
-        return Plan(
-            segments=trial.segments,
-            training=model.training,
-            ranks=self.ranks,
-            units=self.units,
-            budget_bytes=asked,
-            predicted_peak_bytes=trial.peak_bytes,
-            predicted_overhead=solution.added_ns / step_ns,
-            predicted_overhead_range=_overhead_range(recorded, solution.added_ns),
-            unplanned_peak_bytes=self.search.unplanned_peak_bytes(),
-            lower_bound_overhead=solution.lower_bound_ns / step_ns,
-            gap=solution.gap,
-            solver=solution.solver,
-            status=str(solution.status.value),
-            circumstances=Circumstances(
-                autocast=self.autocast,
-                device=self.session.place.words if card is None else f"cuda ({card.name}, not there: predicted)",
-                accumulation=recorded.accumulation,
-                holds_output=self.options.holds_output,
-                optimizer=self.options.optimizer_name,
-                optimizer_bytes=recorded.parts.optimizer,
-                optimizer_step_peak_bytes=recorded.parts.optimizer_step_peak,
-                library_bytes=recorded.library_bytes,
-                whole_step_bytes=self._whole_step_bytes(),
-                headroom=headroom,
-                exclude=self.options.exclude,
-                only=self.options.only,
-            ),
-            bytes_from="measured" if card is None else "estimated",
-            times_from="estimated" if is_estimate else "measured",
-            fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
-            batch=_batch_tensors(self.session.step),
-            versions=_versions(),
-            notes=tuple(
-                dict.fromkeys(
-                    note
-                    for note in (
-                        mode,
-                        reserved,
-                        *recorded.notes,
-                        self._held_output(),
-                        *self.bridge.scope.notes(),
-                        solution.note,
-                        self.trials.unchecked,
-                        *refusals,
-                    )
-                    if note
-                )
-            ),
-        )
-
-    def _held_output(self) -> str:
-        return held_output(self.profile) if self.options.holds_output else ""
-
-    def _refusals(self) -> list[str]:
-        """Say which modules no segment holds, grouped by reason."""
-        reasons: dict[str, list[str]] = {}
-        for item in self.bridge.refusals():
-            reasons.setdefault(item.reason, []).append(item.module)
-        return [f"{_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
-
-    def _infeasible(self, least: Trial, asked: int, limit: int, headroom: float, kind: str) -> InfeasibleBudgetError:
-        plan = self.plan_of(least, least.peak_bytes, 0.0)
-        reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
-        holders = explain_peak(least.recording, self.profile, least.peak_bytes)
-        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        refused = self._refusals()
-        because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
-        remarks = [words for words in (*self.bridge.scope.notes(), self._held_output()) if words]
-        because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
-        return InfeasibleBudgetError(
-            f"no {kind}plan fits {format_bytes(asked)}{reserved}{each}: the smallest peak found is "
-            f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
-            "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
-            least_peak_bytes=least.peak_bytes,
-            plan=plan,
-        )
+    def _check_race(self, race: object) -> None:
+        if not isinstance(race, int) or isinstance(race, bool) or race < 0:
+            raise BudgetError(f"race must be a number of plans, got {race!r}: 3 times the three best in turn")
+        if race > 1 and (self.session.card is not None or self.ranks > 1):
+            elsewhere = "a card that is not there" if self.session.card is not None else f"{self.ranks} ranks"
+            raise PlanError(
+                f"race={race} times plans in real steps here, which tell nothing of {elsewhere}: leave race= out"
+            )
 
 
-def _overhead_range(recorded: Profile, added_ns: int) -> tuple[float, float]:
-    """Return an overhead's range: replays spread as the forward does, over a step as long or short as it was seen."""
-    forward, step = recorded.forward, recorded.step
-    if recorded.step_time_from.is_estimate:
-        # Both are one measurement: they vary together.
-        return added_ns / max(1, step.median_ns), added_ns / max(1, step.median_ns)
-    share = added_ns / max(1, forward.median_ns)
-    return share * forward.low_ns / max(1, step.high_ns), share * forward.high_ns / max(1, step.low_ns)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Hold what was found for one budget.
 
+    Attributes:
+        planner: The planner that found it.
+        draft: The plan's segments, their dry run and their price.
+        notes: What a reader of the plan must know; "" is nothing.
+        overhead: What the plan was measured to add, as a share of the unplanned step's time; None where it was not.
+        overhead_range: The least and the most of it over the rounds.
+    """
 
-def _listed(modules: list[str]) -> str:
-    """Name the first few modules."""
-    more = len(modules) - 3
-    return ", ".join(modules[:3]) + (f" and {more} more" if more > 0 else "")
+    planner: Planner
+    draft: Draft
+    notes: tuple[str, ...] = ()
+    overhead: float | None = None
+    overhead_range: tuple[float, float] | None = None
 
 
 def silent(_: str) -> None:
     """Take progress and say nothing."""
 
 
-def _batch_tensors(step: Step) -> tuple[BatchTensor, ...]:
-    named: list[tuple[str, Any]] = [(str(position), value) for position, value in enumerate(step.args)]
-    named += list(step.kwargs.items())
-    return tuple(
-        BatchTensor(name=name, shape=tuple(value.shape), dtype=str(value.dtype), device=str(value.device))
-        for name, value in named
-        if hasattr(value, "shape") and hasattr(value, "dtype")
-    )
-
-
 def _shapes(tensors: tuple[BatchTensor, ...]) -> str:
     return ", ".join(f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}" for tensor in tensors)
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in ("remat", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

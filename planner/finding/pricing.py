@@ -17,8 +17,9 @@ from ..bridge.named import NamedSegments
 from ..errors import PlanError
 from ..options import StepKeywords
 from ..plan import Plan
-from .planning import Planner, silent
-from .search import DryRunFailedError
+from .dry_runs import DryRunFailedError
+from .planning import Found, Planner, silent
+from .writing import plan_of
 
 if TYPE_CHECKING:
     from ...solvers import Segment, Solution
@@ -65,17 +66,20 @@ def price(
         planner.check_given(model, batch, step)
     say = progress or silent
     named = NamedSegments(planner.profile, plan.segments)
-    bridge = Bridge(named.profile, planner.bridge.host, units=planner.units, scope=planner.bridge.scope, named=named)
-    search = replace(planner.search, bridge=bridge)
+    bridge = planner.bridge.of_named(named)
+    planner = planner.with_bridge(bridge)
     solution = _solution(bridge, named.segments())
     say(f"dry run of {solution.count_segments()} segments")
     with unplanned(model), planner.session.step.guard.undisturbed():
         try:
-            trial = search.trial(solution)
+            draft = planner.search.draft(solution)
         except DryRunFailedError as failed:
             raise failed.cause from None
-    priced = replace(planner, search=search).plan_of(trial, trial.peak_bytes, plan.circumstances.headroom)
-    notes = tuple(dict.fromkeys([*priced.notes, _NOTE]))
+    priced = plan_of(
+        Found(planner=planner, draft=draft, notes=(_NOTE,)),
+        budget_bytes=draft.peak_bytes,
+        headroom=plan.circumstances.headroom,
+    )
     return replace(
         priced,
         budget_bytes=plan.budget_bytes,
@@ -83,7 +87,6 @@ def price(
         gap=None,
         solver=SOLVER,
         status=STATUS,
-        notes=notes,
     )
 
 

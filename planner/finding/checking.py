@@ -36,36 +36,41 @@ class Fault:
     reason: str
 
 
-class Trials:
-    """Run planned steps and compare them with the unmodified step, which is run once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Hold what came of running a plan for real.
 
     Attributes:
-        unchecked: Why a plan could not be checked, "" where it could.
-        peak_bytes: What the planned step last run allocated at most; None where none was run.
+        faults: Segments whose replay computes something else.
+        unchecked: Why the plan could not be checked, "" where it could.
+        peak_bytes: What the planned step allocated at most; None where none was run.
     """
 
+    faults: tuple[Fault, ...] = ()
+    unchecked: str = ""
+    peak_bytes: int | None = None
+
+
+class Checker:
+    """Run planned steps and compare them with the unmodified step, which is run once."""
+
     def __init__(self, reference: Results | None = None) -> None:
-        self.unchecked = ""
-        self.peak_bytes: int | None = None
         self._reference = reference
         self._repeatability: Repeatability | None = None
 
-    def check(self, step: Step, segments: Sequence[PlannedSegment], needed_bytes: int) -> list[Fault]:
-        """Run a plan's segments for real; return those whose replay computes something else.
+    def check(self, step: Step, segments: Sequence[PlannedSegment], needed_bytes: int) -> Checked:
+        """Run a plan's segments for real, and find those whose replay computes something else.
 
         Args:
             step: The step planned for.
             segments: The plan's top-level segments.
-            needed_bytes: What the unmodified step allocates; where the device has not that much, nothing is run and
-                `unchecked` says so.
+            needed_bytes: What the unmodified step allocates; where the device has not that much, nothing is run.
         """
-        self.unchecked, self.peak_bytes = "", None
         device = next(step.model.parameters()).device
         if not segments:
-            return []
+            return Checked()
         if not fits(needed_bytes, device):
-            self.unchecked = "the plan's replay was not compared with the unmodified step, which does not fit"
-            return []
+            return Checked(unchecked="the plan's replay was not compared with the unmodified step, which does not fit")
         try:
             with unplanned(step.model):
                 return self._checked(step, tuple(segments))
@@ -75,30 +80,35 @@ class Trials:
             first = str(error).strip().partition("\n")[0]
         # Outside of the handler: the error held the frames of the step, and those its tensors.
         device_of(device).release_cached()
-        self.peak_bytes = None
-        self.unchecked = f"the plan was not tried: memory ran out in a real step ({first})"
-        return []
+        return Checked(unchecked=f"the plan was not tried: memory ran out in a real step ({first})")
 
-    def _checked(self, step: Step, segments: tuple[PlannedSegment, ...]) -> list[Fault]:
-        known = self._reference
-        if known is not None and not self._difference(step, segments, known):
-            return []
+    def _checked(self, step: Step, segments: tuple[PlannedSegment, ...]) -> Checked:
+        if self._reference is not None:
+            found, peak_bytes = self._compared(step, segments, self._reference)
+            if not found:
+                return Checked(peak_bytes=peak_bytes)
         # What is known may be of another moment: weights trained since, random numbers drawn.
         self._reference = reference = run_steps(step, nullcontext)
-        if not self._difference(step, segments, reference):
-            return []
+        found, peak_bytes = self._compared(step, segments, reference)
+        if not found:
+            return Checked(peak_bytes=peak_bytes)
         if self._repeatability is None:
             self._repeatability = Repeatability(reference, lambda: run_steps(step, nullcontext))
         # Blamed is only what differs every time, from a step that repeats there: noise does not.
-        if all(self._difference(step, segments, reference) for _ in range(AGAIN)):
-            return self._faults(step, segments)
-        self.unchecked = self._repeatability.words() or (
+        for _ in range(AGAIN):
+            found, peak_bytes = self._compared(step, segments, reference)
+            if not found:
+                break
+        else:
+            return Checked(faults=tuple(self._faults(step, segments)), peak_bytes=peak_bytes)
+        unchecked = self._repeatability.words() or (
             "the planned step does not repeat itself bit for bit: what it computed differed once from the unmodified "
             "one, and not again"
         )
-        return []
+        return Checked(unchecked=unchecked, peak_bytes=peak_bytes)
 
-    def _difference(self, step: Step, segments: Sequence[PlannedSegment], reference: Results) -> str:
+    def _compared(self, step: Step, segments: Sequence[PlannedSegment], reference: Results) -> tuple[str, int | None]:
+        """Run the planned step; say what differs first, "" where nothing does, and what the step allocated."""
         model = step.model
         try:
             planned = run_steps(step, lambda: apply_segments(model, segments, training=model.training))
@@ -106,14 +116,14 @@ class Trials:
             if is_out_of_memory(error):
                 raise
             lines = str(error).strip().splitlines()
-            return f"it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
-        self.peak_bytes = planned.peak_bytes
+            return f"it raises {type(error).__name__}: {lines[0] if lines else 'no message'}", None
         known = self._repeatability
-        return planned.first_difference(reference) if known is None else known.difference(planned, reference)
+        differs = planned.first_difference(reference) if known is None else known.difference(planned, reference)
+        return differs, planned.peak_bytes
 
     def _differs(self, step: Step, segments: Sequence[PlannedSegment]) -> str:
         # Each against a fresh unmodified step: state out of our sight may have moved with the last planned one.
-        return self._difference(step, segments, run_steps(step, nullcontext))
+        return self._compared(step, segments, run_steps(step, nullcontext))[0]
 
     def _faults(self, step: Step, segments: tuple[PlannedSegment, ...]) -> list[Fault]:
         """Halve the segments until those are found that differ on their own."""

@@ -1,0 +1,169 @@
+"""Write what was found as a plan, or as the refusal of a budget that nothing fits."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from ...profiler import Profile
+from ...profiler.step import Step
+from ..budget import format_bytes
+from ..circumstances import Circumstances
+from ..errors import InfeasibleBudgetError
+from ..fingerprint import Fingerprint
+from ..plan import BatchTensor, Plan
+from .explain import explain_peak, held_output
+
+if TYPE_CHECKING:
+    from .planning import Found, Planner
+
+
+def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
+    """Return what was found as a plan, with all that was promised about it and the circumstances it holds for.
+
+    Args:
+        found: What was found.
+        budget_bytes: The budget that was asked for, headroom included.
+        headroom: Share of it that was kept free.
+    """
+    planner, draft = found.planner, found.draft
+    recorded, solution, session, dry_runs = planner.profile, draft.solution, planner.session, planner.search.dry_runs
+    card, step_ns = session.card, max(1, recorded.step_ns)
+    model = session.step.model
+    is_estimate = recorded.times_from.is_estimate or recorded.step_time_from.is_estimate
+    return Plan(
+        segments=draft.segments,
+        training=model.training,
+        ranks=planner.ranks,
+        units=planner.units,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=draft.peak_bytes,
+        predicted_overhead=solution.added_ns / step_ns,
+        predicted_overhead_range=_overhead_range(recorded, solution.added_ns),
+        measured_overhead=found.overhead,
+        measured_overhead_range=found.overhead_range,
+        unplanned_peak_bytes=dry_runs.unplanned_peak_bytes(),
+        lower_bound_overhead=solution.lower_bound_ns / step_ns,
+        gap=solution.gap,
+        solver=solution.solver,
+        status=str(solution.status.value),
+        circumstances=Circumstances(
+            autocast=planner.autocast,
+            device=session.place.words if card is None else f"cuda ({card.name}, not there: predicted)",
+            accumulation=recorded.accumulation,
+            holds_output=planner.options.holds_output,
+            optimizer=planner.options.optimizer_name,
+            optimizer_bytes=recorded.parts.optimizer,
+            optimizer_step_peak_bytes=recorded.parts.optimizer_step_peak,
+            library_bytes=recorded.library_bytes,
+            whole_step_bytes=dry_runs.whole_step_bytes(),
+            headroom=headroom,
+            exclude=planner.options.exclude,
+            only=planner.options.only,
+        ),
+        bytes_from="measured" if card is None else "estimated",
+        times_from="estimated" if is_estimate else "measured",
+        fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
+        batch=batch_tensors(session.step),
+        versions=_versions(),
+        notes=_notes(found),
+    )
+
+
+def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str) -> InfeasibleBudgetError:
+    """Return the error that says that nothing fits: the least peak, its plan, and what holds it there.
+
+    Args:
+        found: The plan of least peak.
+        budget_bytes: The budget that was asked for, headroom included.
+        headroom: Share of it that was to be kept free.
+        solver: The solver that was asked.
+    """
+    planner, least = found.planner, found.draft
+    plan = plan_of(found, budget_bytes=least.peak_bytes, headroom=0.0)
+    kind = "" if solver == "auto" else f"{solver} "
+    limit = int(budget_bytes * (1 - headroom))
+    reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
+    holders = explain_peak(least.dry_run.record, planner.profile, least.peak_bytes)
+    each = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
+    refused = _refusals(planner)
+    because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
+    remarks = [words for words in (*planner.bridge.scope.notes(), _held_output(planner)) if words]
+    because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
+    return InfeasibleBudgetError(
+        f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}: the smallest peak found is "
+        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
+        "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
+        least_peak_bytes=least.peak_bytes,
+        plan=plan,
+    )
+
+
+def batch_tensors(step: Step) -> tuple[BatchTensor, ...]:
+    """Describe the batch's tensors, by their place or name."""
+    named: list[tuple[str, Any]] = [(str(position), value) for position, value in enumerate(step.args)]
+    named += list(step.kwargs.items())
+    return tuple(
+        BatchTensor(name=name, shape=tuple(value.shape), dtype=str(value.dtype), device=str(value.device))
+        for name, value in named
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+    )
+
+
+def _notes(found: Found) -> tuple[str, ...]:
+    planner, draft = found.planner, found.draft
+    beside = draft.dry_run.beside_bytes
+    told = (
+        ""
+        if planner.session.step.model.training
+        else "made in eval mode, acts in eval mode only: to train, call model.train() first",
+        f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, "
+        f"{format_bytes(planner.session.place.context_bytes())} of it for the context"
+        if beside
+        else "",
+        *planner.profile.notes,
+        _held_output(planner),
+        *planner.bridge.scope.notes(),
+        draft.solution.note,
+        *found.notes,
+        *(f"not replayed: {words}" for words in _refusals(planner)),
+    )
+    return tuple(dict.fromkeys(note for note in told if note))
+
+
+def _held_output(planner: Planner) -> str:
+    return held_output(planner.profile) if planner.options.holds_output else ""
+
+
+def _refusals(planner: Planner) -> list[str]:
+    """Say which modules no segment holds, grouped by reason."""
+    reasons: dict[str, list[str]] = {}
+    for item in planner.bridge.refusals():
+        reasons.setdefault(item.reason, []).append(item.module)
+    return [f"{_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
+
+
+def _overhead_range(recorded: Profile, added_ns: int) -> tuple[float, float]:
+    """Return an overhead's range: replays spread as the forward does, over a step as long or short as it was seen."""
+    forward, step = recorded.forward, recorded.step
+    if recorded.step_time_from.is_estimate:
+        # Both are one measurement: they vary together.
+        return added_ns / max(1, step.median_ns), added_ns / max(1, step.median_ns)
+    share = added_ns / max(1, forward.median_ns)
+    return share * forward.low_ns / max(1, step.high_ns), share * forward.high_ns / max(1, step.low_ns)
+
+
+def _listed(modules: list[str]) -> str:
+    """Name the first few modules."""
+    more = len(modules) - 3
+    return ", ".join(modules[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in ("remat", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
