@@ -31,8 +31,9 @@ def of_output(output: nbformat.NotebookNode) -> str:
     if "image/png" in data:
         return f'<img alt="what the cell above draws" src="data:image/png;base64,{data["image/png"].strip()}">'
     if "text/html" in data:
-        # A blank line would end the block of HTML.
-        return "\n".join(line for line in data["text/html"].splitlines() if line.strip())
+        # The site makes tables scroll where they are too wide, but for those with a class. A blank line ends HTML.
+        content = data["text/html"].replace(' border="1" class="dataframe"', "")
+        return "\n".join(line for line in content.splitlines() if line.strip())
     return f"```text\n{data['text/plain']}\n```"
 
 

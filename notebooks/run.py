@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +26,7 @@ def run(path: Path) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
-            cell.outputs = [_kept(output) for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = _joined(_kept(output) for output in cell.outputs if output.get("name") != "stderr")
     notebook.metadata["ran"] = code_digest(notebook)
     return notebook
 
@@ -34,6 +35,17 @@ def code_digest(notebook: nbformat.NotebookNode) -> str:
     """Return what tells whether outputs belong to the code they stand below: a hash of all code, in order."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
+
+
+def _joined(outputs: Iterable[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Put together what was printed in a row: where a kernel cuts it is chance."""
+    found: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream":
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -57,7 +69,11 @@ def _words(output: nbformat.NotebookNode) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    """Leave out numbers with their signs and units, spaces, and a solver's status, which hangs on its time."""
+    """Leave out numbers with their signs and units, spaces, a solver's status, which hangs on its time, and remarks.
+
+    Remarks are mostly on how the machine was disturbed while it was measured.
+    """
+    text = re.sub(r"(?m)^note: .*$|<p>note: .*?</p>", "", text)
     # pandas names its styled tables by chance.
     text = re.sub(r"T_[0-9a-f]{5}", "T", text)
     text = re.sub(r"[-+]?\d[\d,.]*(?:e-?\d+)?", "#", text)

@@ -228,7 +228,7 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return the text as HTML, which notebooks show."""
         first, *others = self.describe().splitlines()
-        rest = f"<pre>{escape(chr(10).join(others))}</pre>" if others else ""
+        rest = f'<pre style="white-space: pre-wrap">{escape(chr(10).join(others))}</pre>' if others else ""
         return f"<p><b>{escape(first)}</b></p>{rest}"
 
 
