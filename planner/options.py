@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..profiler import BatchError
 from ..profiler.optimizer import optimizer_named
 from ..profiler.ranks import Parallelize, Ranks, by_fully_shard
-from ..profiler.repeatable import Repeatable
+from ..profiler.repeatable_hooks import Repeatable
 from ..profiler.step import Loss
 from .errors import PlanError
 

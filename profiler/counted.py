@@ -1,6 +1,6 @@
 """Which operator calls a save set counts: the one answer, for recording a step and for applying a plan.
 
-Like `repeatable`, this imports nothing of the profiler, and the import rules name it: the applier may ask it.
+Like `repeatable_hooks`, this imports nothing of the profiler, and the import rules name it: the applier may ask it.
 """
 
 from __future__ import annotations

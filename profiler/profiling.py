@@ -17,14 +17,14 @@ from .devices import CUDA_GRANULARITY, Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, record_step
 from .optimizer import optimizer_bytes, unwrapped
 from .ranks import Ranks
+from .record_times import RecordTimes, predicted_times, time_record, times_of_whole
 from .records import Parts, Profile
-from .repeatable import Repeatable
+from .repeatable_hooks import Repeatable
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
 from .step import BatchError, Loss, Step, check_present
 from .step_record import Operator, StepRecord, Storage
-from .timed import RecordTimes, predicted_times, time_record, times_of_whole
 from .timing import forward_without_saving, train_once
 
 

@@ -33,7 +33,7 @@ from .internals import (
     storage_key,
     unset_fake_temporarily,
 )
-from .repeatable import Repeatable, may_run_again, remade_by
+from .repeatable_hooks import Repeatable, may_run_again, remade_by
 from .roofline import cost
 from .scratch import ScratchMeter
 from .step import BatchError

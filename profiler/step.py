@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .absent import is_absent
 from .guard import Guard
-from .repeatable import Repeatable
+from .repeatable_hooks import Repeatable
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from remat.planner import InfeasibleBudgetError, apply, plan
 from remat.planner.applier.apply import apply_segments
 from remat.profiler import BatchError
-from remat.profiler.repeatable import may_run_again
+from remat.profiler.repeatable_hooks import may_run_again
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm

@@ -170,7 +170,7 @@ def test_memory_that_runs_out_in_a_measured_step_leaves_estimates(monkeypatch):
 
 def test_memory_that_runs_out_while_timing_leaves_estimates(monkeypatch):
     model, x = small()
-    monkeypatch.setattr("remat.profiler.timed.step_times", out_of_memory)
+    monkeypatch.setattr("remat.profiler.record_times.step_times", out_of_memory)
     found = profile(model, x, loss=mean_square)
     assert found.times_from.is_estimate
     assert any("ran out while operators were timed" in note for note in found.notes)

@@ -69,11 +69,13 @@ def test_a_doubtful_profile_is_measured_again_and_then_says_so(monkeypatch):
     operators = profile(chain(), torch.randn(8, 32), loss=square, repeats=0).loss_stop
     known = {"operators_ns": (1,) * operators, "step": spread(30, 30, 30), "same": True, "wall_over_clock": 1.0}
     measurements = cycle([StepTimes(forward=wild, **known), StepTimes(forward=steady, **known)])
-    monkeypatch.setattr("remat.profiler.timed.step_times", lambda *args, **kwargs: next(measurements))
+    monkeypatch.setattr("remat.profiler.record_times.step_times", lambda *args, **kwargs: next(measurements))
     calm = profile(chain(), torch.randn(8, 32), loss=square)
     assert calm.forward == steady
     assert not calm.notes
-    monkeypatch.setattr("remat.profiler.timed.step_times", lambda *args, **kwargs: StepTimes(forward=wild, **known))
+    monkeypatch.setattr(
+        "remat.profiler.record_times.step_times", lambda *args, **kwargs: StepTimes(forward=wild, **known)
+    )
     assert any("repeats of the forward differ widely" in note for note in profile(chain(), torch.randn(8, 32)).notes)
 
 

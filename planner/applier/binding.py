@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from ...profiler.repeatable import remade_by
+from ...profiler.repeatable_hooks import remade_by
 from ..errors import ApplyError
 from ..plan import Call, PlannedSegment
 from .internals import buffers_of, forward_hook_registries, has_forward

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...profiler.repeatable import may_run_again
+from ...profiler.repeatable_hooks import may_run_again
 from ..errors import ApplyError
 from .expected import Expected
 from .internals import children_of, forward_hook_registries, global_hook_registries

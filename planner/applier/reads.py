@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...profiler.repeatable import remade_by
+from ...profiler.repeatable_hooks import remade_by
 from .internals import buffers_of, children_of, forward_hook_registries, parameters_of
 from .told import CONTAINERS, MOST_ITEMS, PLAIN
 
