@@ -20,7 +20,7 @@ from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
 from .finding.planning import silent
-from .finding.race import UNPLANNED, TimesInTurn, time_in_turn
+from .finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 from .pictures.tables import html_table
 from .plan import Plan, percent_range
 

@@ -5,8 +5,8 @@ import torch
 from remat.planner import BudgetError, PlanError, Planner, verify
 from remat.planner.finding import racing
 from remat.planner.finding.calibration import BOUNDS, OTHER, Observation, corrected, factors, kind_of
-from remat.planner.finding.race import UNPLANNED, TimesInTurn
 from remat.planner.finding.search import Effort
+from remat.planner.finding.times_in_turn import UNPLANNED, TimesInTurn
 from remat.profiler.times import Spread
 from remat.solvers import SOLVERS, Segment
 

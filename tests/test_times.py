@@ -10,7 +10,7 @@ import pytest
 import torch
 from remat.planner import plan, verify
 from remat.planner.compare import table_cells
-from remat.planner.finding.race import UNPLANNED, TimesInTurn, time_in_turn
+from remat.planner.finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 from remat.planner.plan import Plan, percent_range
 from remat.profiler import Profile, profile
 from remat.profiler.devices import device_of
@@ -153,7 +153,7 @@ def test_every_arm_runs_a_step_untimed_before_the_timed_one(monkeypatch):
     model = chain()
     ran = []
     step = Step.of(model, torch.randn(4, 32), square)
-    monkeypatch.setattr("remat.planner.finding.race.train_once", lambda _: ran.append(1))
+    monkeypatch.setattr("remat.planner.finding.times_in_turn.train_once", lambda _: ran.append(1))
     found = time_in_turn(step, {UNPLANNED: lambda: torch.enable_grad()}, CPU, 3, lambda _: None)
     assert len(ran) == 6
     assert len(found.rounds[UNPLANNED]) == 3

@@ -18,8 +18,8 @@ from ...profiler.results import Arm
 from ...profiler.times import Spread
 from ..applier.apply import apply_segments
 from .calibration import Observation, corrected, factors
-from .race import UNPLANNED, TimesInTurn, time_in_turn
 from .search import Effort
+from .times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 
 if TYPE_CHECKING:
     from .planning import Found
