@@ -26,6 +26,7 @@ class Shape:
 
 
 LLAMA_2_7B = Shape(layers=32, width=4096, heads=32, key_heads=32, hidden=11008, vocabulary=32000, theta=10_000.0)
+LLAMA_2_13B = Shape(layers=40, width=5120, heads=40, key_heads=40, hidden=13824, vocabulary=32000, theta=10_000.0)
 LLAMA_3_3B = Shape(layers=28, width=3072, heads=24, key_heads=8, hidden=8192, vocabulary=128256)
 LLAMA_3_8B = Shape(layers=32, width=4096, heads=32, key_heads=8, hidden=14336, vocabulary=128256)
 LLAMA_3_70B = Shape(layers=80, width=8192, heads=64, key_heads=8, hidden=28672, vocabulary=128256)

@@ -4,6 +4,7 @@
 from ..profiler.torch_version import TorchVersionError
 
 # isort: split
+from .answer import Answer, answer
 from .applier.apply import Applied, apply
 from .budget import BudgetError
 from .compare import Comparison, compare
@@ -18,6 +19,7 @@ from .plan import Plan
 from .verify import Verification, verify
 
 __all__ = [
+    "Answer",
     "Applied",
     "ApplyError",
     "BatchSearch",
@@ -34,6 +36,7 @@ __all__ = [
     "StepOptions",
     "TorchVersionError",
     "Verification",
+    "answer",
     "apply",
     "compare",
     "diff",

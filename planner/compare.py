@@ -263,7 +263,7 @@ def compare(
         for done, (solver, budget) in enumerate(asked):
             if progress is not None:
                 progress(Phase(f"{solver} at {budget}", done, len(asked)))
-            run.plan(solver, parse_budget(budget, planner.search.dry_runs.unplanned_peak_bytes()))
+            run.plan(solver, planner.budget_bytes(budget))
     if measure:
         run.measure(model, batch, planner.options.loss)
     return run.comparison()

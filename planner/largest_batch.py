@@ -104,7 +104,7 @@ class BatchSearch:
         return throughput_by_batch(self, title=title)
 
     def __repr__(self) -> str:
-        best = f"{self.size} of {len(self.tried)} sizes tried trains {_rate(self.best):.4g} samples/s"
+        best = f"{self.size} of {len(self.tried)} sizes tried is predicted to train {_rate(self.best):.4g} samples/s"
         return f"<BatchSearch under {format_bytes(self.budget_bytes)}: {best}>"
 
     def _repr_html_(self) -> str:
@@ -112,11 +112,13 @@ class BatchSearch:
         return html_table(f"Batch sizes under {format_bytes(self.budget_bytes)}", _HEADER, rows, text=0)
 
     def table(self) -> str:
-        """Return the sizes as text for people; the chosen one is marked."""
+        """Return the sizes as text for people; the chosen one is marked, and times that are no measurements."""
         rows = [_HEADER]
         rows += [_cells(entry, entry.size == self.size) for entry in self.tried]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.best.step_time_from.startswith("estimated"):
+            lines.append(f"step times {self.best.step_time_from}")
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -75,7 +75,8 @@ class StepOptions:
         mp_policy: FSDP2's `MixedPrecisionPolicy`, for `units` and the root.
         reshard_after_forward: As in `fully_shard`, for `units`; None is its default.
         device: Name of a card ("h100-80gb"): the step is recorded for it, nothing is run, and the model may be on meta;
-            every time is then predicted.
+            every time is then predicted, and the budget is on what the card reserves. `torch.autocast("cpu", ...)`
+            around planning stands for the card's.
         repeats: Most timed repeats of the profile after a warm-up; 0 estimates times and says so.
     """
 

@@ -6,7 +6,7 @@ Knows nothing of models, steps or plans.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity
 
-from .internals import clear_cublas_workspaces
+from .internals import clear_cublas_workspaces, default_cpu_stream
 
 CUDA_GRANULARITY = 512
 """PyTorch's CUDA allocator rounds every allocation up to this many bytes."""
@@ -104,9 +104,13 @@ class Device:
         """
         return time.thread_time_ns()
 
-    def current_stream(self) -> int:
-        """Return which stream operators are launched on now; 0 is the default one."""
-        return 0
+    def current_stream(self) -> Hashable:
+        """Return what tells streams apart that operators are launched on; 0 is the default one.
+
+        torch has streams on a CPU for the sake of programs for cards, which make and enter them all the same.
+        """
+        stream = torch.cpu.current_stream()
+        return 0 if stream is default_cpu_stream() else stream
 
     def free_bytes(self) -> int:
         """Return how much memory can still be had, the caching allocator's own store included."""
@@ -213,8 +217,8 @@ class CudaDevice(Device):
         self.synchronize()
         return time.perf_counter_ns()
 
-    def current_stream(self) -> int:
-        """Return which stream operators are launched on now; 0 is the default one."""
+    def current_stream(self) -> Hashable:
+        """Return what tells streams apart that operators are launched on; 0 is the default one."""
         return torch.cuda.current_stream(self.device).stream_id
 
     def free_bytes(self) -> int:

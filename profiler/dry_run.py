@@ -13,10 +13,12 @@ from typing import TypeVar
 import torch
 
 from .absent import is_absent, stand_in
+from .cards import Card
 from .devices import device_of
 from .internals import FakeTensorMode, tensor_registries
 from .leftovers import take_out
 from .ranks import Ranks, sharded
+from .recorded_as import recorded_as
 from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
 from .snapshot import DisturbedError
@@ -88,8 +90,8 @@ def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result], r
     fake_beside = tuple((name, fake(tensor)) for name, tensor in beside)
     now.exchange({number: made for number, (_, made) in fakes.items()})
     try:
-        with nullcontext() if ranks is None else sharded(step.model, ranks), mode:
-            return run(replace(fake_step, beside=fake_beside))
+        with nullcontext(step.model) if ranks is None else sharded(step.model, ranks, mode) as entrance, mode:
+            return run(replace(fake_step, beside=fake_beside, entrance=entrance))
     finally:
         now.exchange(reals)
         # Inside a caller's autocast the casts of fake weights are still there.
@@ -118,6 +120,7 @@ def dry_run(
     forward_only: bool = False,
     planned: bool = False,
     ranks: Ranks | None = None,
+    card: Card | None = None,
 ) -> StepRecord:
     """Record one step (forward, loss, backward) on fake tensors.
 
@@ -132,6 +135,7 @@ def dry_run(
         forward_only: As for `record_step`.
         planned: Whether a plan is applied to the model.
         ranks: How the model is divided over processes: the step is then that of one of them.
+        card: The card whose operators are recorded, though tensors are fake ones of the CPU; None is the CPU itself.
 
     Raises:
         DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
@@ -150,7 +154,8 @@ def dry_run(
 
     with _no_collection(), _quiet():
         try:
-            return on_fakes(step, record, ranks=ranks)
+            with nullcontext() if card is None else recorded_as(card):
+                return on_fakes(step, record, ranks=ranks)
         except (BatchError, DisturbedError):
             raise
         except Exception as error:

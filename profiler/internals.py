@@ -21,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -39,6 +41,8 @@ __all__ = [
     "composite",
     "cpu_autocasts",
     "cuda_autocast_on_cpu",
+    "data_parallel_on_fakes",
+    "default_cpu_stream",
     "destroy",
     "fake_mode_is_on",
     "fakes_take_foreach",
@@ -220,6 +224,11 @@ def clear_cublas_workspaces() -> None:
         clear()
 
 
+def default_cpu_stream() -> object:
+    """Return the stream that the CPU's work is on unless a program enters another one; on a CPU they do nothing."""
+    return torch.cpu._default_cpu_stream
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a DTensor; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -243,7 +252,46 @@ def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
         del torch.UntypedStorage.resize_
 
 
+@contextmanager
+def data_parallel_on_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Let `DistributedDataParallel` be built of fake parameters: with fake buckets, and nothing is sent."""
+    kind, of_ranks = DistributedDataParallel, ("_broadcast_coalesced", "_verify_params_across_processes")
+    build, kept = kind._ddp_init_helper, {name: getattr(torch.distributed, name) for name in of_ranks}
+
+    def build_of_fakes(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mode:
+            build(self, *args, **kwargs)
+
+    kind._ddp_init_helper = build_of_fakes
+    for name in of_ranks:
+        setattr(torch.distributed, name, _send_nothing)
+    try:
+        yield
+    finally:
+        kind._ddp_init_helper = build
+        for name, value in kept.items():
+            setattr(torch.distributed, name, value)
+
+
+def _send_nothing(*_: Any) -> None:
+    pass
+
+
 _OF_THE_WORLD = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+
+
+class _Unwatched:
+    """Let no mode see what DTensor runs on fake tensors of its own to learn an operator's shapes."""
+
+    def __init__(self) -> None:
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(_disable_current_modes())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 @contextmanager
@@ -251,9 +299,10 @@ def private_process_group(ranks: int) -> Iterator[None]:
     """Be rank 0 of a group that communicates nothing; what the caller has initialised is out of the way meanwhile."""
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    known, hook = set(_module_state_mapping.keys()), sys.excepthook
+    known, hook, lock = set(_module_state_mapping.keys()), sys.excepthook, ShardingPropagator._fake_mode_lock
     kept = {
         name: getattr(c10d, name)
         for name in (*_OF_THE_WORLD, "_world", "_group_count", "_backend", "_default_pg_init_method")
@@ -263,6 +312,7 @@ def private_process_group(ranks: int) -> Iterator[None]:
     c10d._world = c10d._World()
     # Groups are registered by number in C++ as well, where those of the caller's stay.
     c10d._group_count = 1_000_000
+    ShardingPropagator._fake_mode_lock = _Unwatched()
     try:
         c10d.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         yield
@@ -271,6 +321,7 @@ def private_process_group(ranks: int) -> Iterator[None]:
             c10d._unregister_process_group(name)
         for name, value in kept.items():
             setattr(c10d, name, value)
+        ShardingPropagator._fake_mode_lock = lock
         # Each initialisation wraps the hook to name the rank.
         sys.excepthook = hook
         for module in set(_module_state_mapping.keys()) - known:

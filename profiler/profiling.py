@@ -63,6 +63,16 @@ class Session:
         return self.place.round_to if self.card is None else CUDA_GRANULARITY
 
     @property
+    def budget_on(self) -> Literal["allocated", "reserved"]:
+        """Return which figure runs out: what tensors take, or what a caching allocator took for them."""
+        return self.place.budget_on if self.card is None else "reserved"
+
+    @property
+    def context_bytes(self) -> int:
+        """Return what the driver and its libraries hold outside the allocator; unknown, and 0, where no card is."""
+        return self.place.context_bytes() if self.card is None else 0
+
+    @property
     def device_words(self) -> str:
         """Say what the figures are for."""
         return str(self.device) if self.card is None else f"{self.card.name} (not there: predicted)"
@@ -80,7 +90,7 @@ class Session:
         }
         guard = self.step.guard
         if method == "dry run":
-            record = dry_run(self.step, **options, ranks=self.ranks)
+            record = dry_run(self.step, **options, ranks=self.ranks, card=self.card)
         elif self.ranks is not None:
             raise BatchError("a step that cannot run on fake tensors cannot be recorded as one of several ranks")
         else:

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .internals import private_process_group
+from .internals import FakeTensorMode, data_parallel_on_fakes, private_process_group
 from .step import BatchError
 
 Parallelize = Callable[[nn.Module, Any], object]
-"""Takes the model and a one-dimensional DeviceMesh over all ranks, and shards the model in place."""
+"""Takes the model and a one-dimensional DeviceMesh over all ranks, and shards the model in place, or returns DDP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Ranks:
 
     Attributes:
         count: The processes.
-        parallelize: Shards the model in place. It is called in every dry run, on fake parameters.
+        parallelize: Shards the model in place, or puts DDP around it. Every dry run calls it, on fake parameters.
         words: How, in words, for notes.
     """
 
@@ -35,8 +37,16 @@ class Ranks:
 
 
 @contextmanager
-def sharded(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+def sharded(model: nn.Module, ranks: Ranks, mode: FakeTensorMode) -> Iterator[nn.Module]:
     """Divide a model on fake parameters in place, as the first of `ranks`; the caller puts its attributes back.
+
+    Args:
+        model: The model.
+        ranks: How it is divided.
+        mode: The mode of its parameters.
+
+    Yields:
+        What a step calls: the model, or `DistributedDataParallel` around it.
 
     Raises:
         BatchError: The function that shards refused; the message is torch's.
@@ -45,21 +55,37 @@ def sharded(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     from torch.distributed.device_mesh import init_device_mesh
 
     classes = [(module, type(module)) for module in model.modules()]
-    with private_process_group(ranks.count):
+    with private_process_group(ranks.count), data_parallel_on_fakes(mode):
         try:
             try:
                 returned = ranks.parallelize(model, init_device_mesh("cpu", (ranks.count,)))
             except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
                 raise BatchError(f"the model cannot be sharded over {ranks.count} ranks: {error}") from error
-            if returned is not None and returned is not model:
-                raise BatchError(
-                    f"parallelize returned a {type(returned).__name__} around the model: only what shards the model in "
-                    "place (fully_shard, parallelize_module) can be recorded"
-                )
-            yield
+            yield _entrance(model, returned)
         finally:
             for module, kind in classes:
                 module.__class__ = kind
+
+
+def _entrance(model: nn.Module, returned: object) -> nn.Module:
+    if returned is None or returned is model:
+        return model
+    if isinstance(returned, DistributedDataParallel) and returned.module is model:
+        # torch refuses a function whose annotations are text.
+        hook: Callable[[None, Any], Any] = lambda _, bucket: _as_it_is(bucket)  # noqa: E731
+        returned.register_comm_hook(None, hook)
+        return returned
+    raise BatchError(
+        f"parallelize returned a {type(returned).__name__} around the model: only what shards the model in place "
+        "(fully_shard, parallelize_module) can be recorded, or DistributedDataParallel around it"
+    )
+
+
+def _as_it_is(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Take a bucket for what all ranks have reduced it to."""
+    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
 
 
 def by_fully_shard(

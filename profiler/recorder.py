@@ -9,7 +9,7 @@ import random
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
     Args:
         round_to: Allocation granularity in bytes (512 on CUDA, 1 on CPU).
         device: Where memory is counted; a storage elsewhere counts no bytes. None counts all.
-        stream: Tells the stream that work is launched on now.
+        stream: Tells the streams apart that work is launched on; the default one is 0.
         scratch: Measures what operators allocate and free inside themselves; None leaves it out.
 
     Attributes:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         *,
         round_to: int = 1,
         device: torch.device | None = None,
-        stream: Callable[[], int] = int,
+        stream: Callable[[], Hashable] = int,
         scratch: ScratchMeter | None = None,
     ) -> None:
         super().__init__()
@@ -122,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._round_to = round_to
         self._device = device
         self._stream = stream
+        self._streams: dict[Hashable, int] = {0: 0}
         self._scratch = scratch
         self._index_of: dict[int, int] = {}
         self._references: dict[int, object] = {}
@@ -215,7 +216,8 @@ class Recorder(TorchDispatchMode):
     def _begin(self, storage: torch.UntypedStorage, nbytes: int, born: int, kind: Kind, name: str) -> int:
         key, index = storage_key(storage), len(self.lives)
         nbytes = -(-nbytes // self._round_to) * self._round_to
-        self.lives.append(_Life(nbytes, born, kind, name, self._stream()))
+        stream = self._streams.setdefault(self._stream(), len(self._streams))
+        self.lives.append(_Life(nbytes, born, kind, name, stream))
         self._index_of[key] = index
 
         def died(_: object) -> None:

@@ -41,6 +41,8 @@ class Step:
         beside: Tensors that are trained besides the model's parameters (a loss's own), by how they are reached; filled
             in where a step is recorded.
         repeatable_hooks: Which forward hooks of the user's a replay may run again.
+        entrance: What is called in place of the model where something is around it (DDP); filled in where a step is
+            recorded.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Step:
     holds_output: bool = True
     beside: tuple[tuple[str, torch.Tensor], ...] = ()
     repeatable_hooks: Repeatable = False
+    entrance: nn.Module | None = None
 
     @staticmethod
     def of(model: nn.Module, batch: object, loss: Loss | None = None, *, holds_output: bool = True) -> Step:
@@ -100,7 +103,7 @@ class Step:
     def forward(self) -> Any:
         """Call the model, with no weights left that autocast cast in an earlier call."""
         torch.clear_autocast_cache()
-        return self.model(*self.args, **self.kwargs)
+        return (self.entrance or self.model)(*self.args, **self.kwargs)
 
     def train(self, before_backward: Callable[[], None] | None = None) -> torch.Tensor:
         """Run forward, loss and backward, the output held as long as the step says; return the loss."""

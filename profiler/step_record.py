@@ -122,7 +122,8 @@ class Storage:
         saved_by: Forward operators that save it for backward.
         read_by: Operators that read it.
         written_by: Operators that change it in place.
-        stream: The stream it was made on, whose pool of memory it came from; 0 is the default one.
+        stream: Which stream it was made on, numbered as they come, whose pool of memory it came from; 0 is the default
+            one.
     """
 
     nbytes: int

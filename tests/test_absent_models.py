@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, Plan, plan, verify
+from remat.planner import InfeasibleBudgetError, Plan, answer, apply, largest_batch, plan, verify
 from remat.planner.finding.planning import Planner
 from remat.profiler import Profile, profile
 from remat.profiler.cards import CARDS, card
@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CARD = "h100-80gb"
+# Segments of the card's allocator have up to 20 MiB: what is smaller than some of them hardly differs.
+ROWS = 16384
 
 
 def build(width=256, count=4):
@@ -36,16 +38,16 @@ def mean_square(out):
 def absent(kind):
     if kind == "meta":
         with torch.device("meta"):
-            return build(), torch.empty(1024, 256, dtype=torch.bfloat16)
+            return build(), torch.empty(ROWS, 256, dtype=torch.bfloat16)
     with FakeTensorMode():
-        return build(), torch.empty(1024, 256, dtype=torch.bfloat16)
+        return build(), torch.empty(ROWS, 256, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_a_model_that_is_not_there_has_the_bytes_of_one_that_is(kind):
     model, batch = absent(kind)
     here = profile(
-        build(), torch.zeros(1024, 256, dtype=torch.bfloat16), loss=mean_square, device=CARD, optimizer="adamw"
+        build(), torch.zeros(ROWS, 256, dtype=torch.bfloat16), loss=mean_square, device=CARD, optimizer="adamw"
     )
     away = profile(model, batch, loss=mean_square, device=CARD, optimizer="adamw")
     assert (away.live_bytes() == here.live_bytes()).all()
@@ -173,5 +175,105 @@ def test_ranks_of_a_model_that_is_not_there_hold_what_those_of_one_that_is_hold(
     options = {"loss": mean_square, "device": CARD, "optimizer": "adamw", "ranks": 4}
     away = Planner.of(model, batch, units=list(model), **options).profile
     real = build()
-    here = Planner.of(real, torch.zeros(1024, 256).bfloat16(), units=list(real), **options).profile
+    here = Planner.of(real, torch.zeros(ROWS, 256).bfloat16(), units=list(real), **options).profile
     assert dataclasses.replace(away, notes=()) == dataclasses.replace(here, notes=())
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kernel"),
+    [(CARD, torch.bfloat16, "flash"), (CARD, torch.float32, "efficient"), ("v100-32gb", torch.float16, "efficient")],
+)
+def test_attention_is_recorded_as_the_card_takes_it(name, dtype, kernel):
+    with torch.device("meta"):
+        model, batch = Attends().to(dtype), torch.empty(1, 4, 128, 64, dtype=dtype)
+    recorded = profile(model, batch, loss=mean_square, device=name)
+    called = [o.operator for o in recorded.operators if "attention" in o.operator]
+    assert [name.split(".")[1] for name in called] == [
+        f"_scaled_dot_product_{kernel}_attention",
+        f"_scaled_dot_product_{kernel}_attention_backward",
+    ]
+
+
+def test_the_budget_is_on_what_the_card_reserves():
+    model, batch = absent("meta")
+    planner = Planner.of(model, batch, loss=mean_square, device=CARD)
+    assert planner.session.budget_on == "reserved"
+    beside = planner.search.dry_runs.beside_bytes(planner.profile)
+    assert beside > 0
+    assert planner.search.dry_runs.unplanned_peak_bytes() == planner.profile.peak_bytes() + beside
+    made = planner.plan("70%", solver="dp")
+    assert made.unplanned_peak_bytes == planner.search.dry_runs.unplanned_peak_bytes()
+    assert "what the card reserves" in str(made)
+
+
+def test_gathering_has_streams_of_its_own():
+    model, batch = absent("meta")
+    recorded = Planner.of(model, batch, loss=mean_square, device=CARD, ranks=4, units=list(model)).profile
+    streams = {kind: {s.stream for s in recorded.storages if s.kind == kind} for kind in ("activation", "gradient")}
+    # Buffers that are gathered into count as activations; what is reduced is a gradient at once.
+    assert streams == {"activation": {0, 1}, "gradient": {2}}
+
+
+def test_autocast_around_planning_is_the_cards():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        batch = torch.empty(2 * ROWS, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = plan(model, batch, "70%", loss=mean_square, device=CARD, solver="dp")
+    assert made.circumstances.autocast == {"cuda": "bfloat16"}
+    assert made.circumstances.device.startswith(f"cuda ({CARD}")
+    model.to_empty(device="cpu")
+    with apply(model, made), pytest.warns(UserWarning, match="planned with bfloat16 autocast on cuda"):
+        model(torch.zeros(512, 64)).sum().backward()
+
+
+def test_the_largest_batch_of_a_model_that_is_not_there_is_predicted():
+    with torch.device("meta"):
+        model = build()
+    found = largest_batch(
+        lambda size: torch.empty(size, 256, dtype=torch.bfloat16, device="meta"),
+        "400MiB",
+        model=model,
+        sizes=(8192, 32768, 1 << 19),
+        loss=mean_square,
+        device=CARD,
+        solver="dp",
+    )
+    assert [entry.fits for entry in found.tried] == [True, True, False]
+    assert "is predicted to train" in repr(found)
+    assert found.table().splitlines()[-1] == f"step times estimated: roofline of {CARD}, nothing was run"
+
+
+@pytest.mark.parametrize(("budget", "verdict"), [("70%", "**Yes**"), ("1MiB", "**No**: this is the least peak found")])
+def test_the_answer_is_a_page_of_predictions(budget, verdict):
+    model, batch = absent("meta")
+    found = answer(model, batch, budget, loss=mean_square, device=CARD, optimizer="adamw", solver="dp")
+    page = str(found)
+    assert f"? {verdict}. All figures are predicted; nothing was run." in page
+    assert "2.1 million parameters" in page
+    assert "measured" not in page
+    assert f"{found.per_second:,.4g} samples/s" in page
+    assert found.per_second == pytest.approx(1e9 * ROWS / found.planned_step_ns)
+    assert "the driver's context" in page
+    assert found.peak_words in page
+
+
+def test_tokens_are_counted_where_the_batch_holds_ids():
+    with torch.device("meta"):
+        model, ids = (
+            nn.Sequential(nn.Embedding(100, 64), *build(width=64, count=2)).bfloat16(),
+            torch.zeros(2, 128).long(),
+        )
+    found = answer(model, ids, "100%", loss=mean_square, device=CARD, solver="none")
+    assert found.counted == (256, "tokens")
+    assert "Nothing is checkpointed." in str(found)

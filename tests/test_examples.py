@@ -16,6 +16,7 @@ IN_THIS_PROCESS = {
     "with_accelerate.py": ["micro-batch 7: loss"],
     "amp_loop.py": ["averaged weights bitwise equal with and without the plan: True"],
     "compiled.py": ["bitwise equal with and without the plan: True"],
+    "without_the_card.py": ["**Yes**. All figures are predicted; nothing was run."],
     "without_timing.py": ["times: estimate", "more time (estimated)"],
 }
 BY_TORCHRUN = {"fsdp2.py": ["rank 0: sharded gradients", "rank 1: sharded gradients"]}

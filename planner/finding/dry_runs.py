@@ -98,8 +98,8 @@ class DryRuns:
 
         That is what the caching allocator reserves without a tensor in it, by the model of it, and the context.
         """
-        place, parts = self.session.place, self.profile.parts
-        if place.budget_on == "allocated":
+        parts = self.profile.parts
+        if self.session.budget_on == "allocated":
             return 0
         held = parts.parameters + parts.buffers + parts.batch + parts.gradients + parts.optimizer
         replayed = reserved_bytes(
@@ -108,7 +108,7 @@ class DryRuns:
             optimizer_bytes=max(0, parts.optimizer_step_peak - held),
             settings=AllocatorSettings.of(os.environ),
         )
-        return replayed.cached_bytes + place.context_bytes()
+        return replayed.cached_bytes + self.session.context_bytes
 
     def unplanned_peak_bytes(self) -> int:
         """Return the peak of the unplanned step, by the figure that runs out on its device."""
@@ -155,7 +155,8 @@ class DryRuns:
     def _left_otherwise(self, left: dict[str, object]) -> list[str]:
         """Name what a planned step has left in Python's objects otherwise than the unmodified one does, every time."""
         session = self.session
-        if session.step.repeatable_hooks or not differing(left, session.left):
+        # What sharding makes is new in every dry run.
+        if session.ranks is not None or session.step.repeatable_hooks or not differing(left, session.left):
             return []
         known = session.left
         with unplanned(session.step.model):

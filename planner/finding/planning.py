@@ -199,7 +199,11 @@ class Planner:
         )
         dry_runs = DryRuns(profile=recorded, whole=whole or recorded, session=session)
         search = Search(bridge=bridge, dry_runs=dry_runs)
-        return Planner(search, Checker(session.reference), options, paths, autocast_now(session.device.type))
+        autocast = autocast_now(session.device.type)
+        if session.card is not None:
+            # The CPU's autocast stands for the card's.
+            autocast = {"cuda": autocast["cpu"]} if autocast else {}
+        return Planner(search, Checker(session.reference), options, paths, autocast)
 
     def check_given(self, model: nn.Module, batch: object, step: StepKeywords) -> None:
         """Refuse a model, a batch or options that this planner was not made with: they would be ignored.
@@ -245,6 +249,14 @@ class Planner:
         """Return the processes that the model will be sharded over; 1 where it will not."""
         return self.options.ranks
 
+    def budget_bytes(self, budget: int | str) -> int:
+        """Return a budget in bytes; a share is one of the unplanned peak.
+
+        Raises:
+            BudgetError: It cannot be read.
+        """
+        return parse_budget(budget, self.search.dry_runs.unplanned_peak_bytes())
+
     @collected()
     def plan(
         self,
@@ -262,7 +274,7 @@ class Planner:
         check_solver(solver)
         check_effort(time_limit_s, gap)
         self._check_race(race)
-        asked = parse_budget(budget, self.search.dry_runs.unplanned_peak_bytes())
+        asked = self.budget_bytes(budget)
         limit = int(asked * (1 - check_share("headroom", headroom)))
         effort = Effort(solver=solver, time_limit_s=time_limit_s, gap=gap, say=progress or silent)
         with unplanned(self.session.step.model), self.session.step.guard.undisturbed():

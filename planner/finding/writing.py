@@ -113,12 +113,16 @@ def batch_tensors(step: Step) -> tuple[BatchTensor, ...]:
 def _notes(found: Found) -> tuple[str, ...]:
     planner, draft = found.planner, found.draft
     beside = draft.dry_run.beside_bytes
+    context = (
+        f"{format_bytes(planner.session.context_bytes)} of it for the context"
+        if planner.session.card is None
+        else "by a model of its allocator; the driver's context (some hundred MiB) and NCCL are not counted"
+    )
     told = (
         ""
         if planner.session.step.model.training
         else "made in eval mode, acts in eval mode only: to train, call model.train() first",
-        f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, "
-        f"{format_bytes(planner.session.place.context_bytes())} of it for the context"
+        f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, {context}"
         if beside
         else "",
         *planner.profile.notes,

@@ -1,0 +1,151 @@
+"""Two processes under DDP and under tensor parallelism: what one rank is promised is what its allocator gives out."""
+
+import socket
+import threading
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from remat.planner import Plan, Planner, apply
+from remat.profiler.allocator import allocated_peak_bytes
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS = 2
+CPU = torch.device("cpu")
+KINDS = ("ddp", "ddp in buckets", "ddp without sync", "tensors")
+TOLERANCE = 0.01
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(128) for _ in range(4))), torch.randn(512, 128)
+
+
+def mean_square(out):
+    return out.square().mean()
+
+
+def data_parallel(model, mesh):
+    return DistributedDataParallel(model)
+
+
+def in_buckets(model, mesh):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def tensor_parallel(model, mesh):
+    for block in model:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+HOW = {"ddp": data_parallel, "ddp in buckets": in_buckets, "ddp without sync": data_parallel}
+HOW |= {"tensors": tensor_parallel}
+
+
+def measure(kind, text):
+    """Return a rank's peak, what is there at the beginning included, over the third step."""
+    model, batch = build()
+    if text:
+        apply(model, Plan.from_json(text))
+    accumulates = kind == "ddp without sync"
+    entrance = None
+
+    def train():
+        nonlocal entrance
+        if entrance is None:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+            entrance = HOW[kind](model, mesh) or model
+        for number in range(3):
+            if not accumulates:
+                entrance.zero_grad(set_to_none=True)
+            with entrance.no_sync() if accumulates and number == 1 else nullcontext():
+                out = entrance(batch)
+                mean_square(out).backward()
+
+    if kind == "tensors":
+        # What parameters are divided from is no part of a step; DDP's buckets are.
+        train()
+        model.zero_grad(set_to_none=True)
+    peak = allocated_peak_bytes(train, CPU)
+    held = [*model.parameters(), *model.buffers(), batch]
+    own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
+    return peak + sum(tensor.untyped_storage().nbytes() for tensor in own)
+
+
+def all_reduce_apart(tensor, operation, group):
+    """Reduce on a copy, in a thread of its own: gloo's threads let go of what they are given at some later moment."""
+    result = torch.empty_like(tensor)
+
+    def communicate():
+        copy = tensor.clone()
+        dist.all_reduce(copy)
+        result.copy_(copy)
+
+    thread = threading.Thread(target=communicate)
+    thread.start()
+    thread.join()
+    return result
+
+
+def run(rank, port, plans, answers):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    functional = torch.library.Library("_c10d_functional", "IMPL")
+    functional.impl("all_reduce", all_reduce_apart, "CPU")
+    functional.impl("wait_tensor", lambda tensor: tensor, "CPU")
+    try:
+        answers.put((rank, {key: measure(key[0], text) for key, text in plans.items()}))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def planners():
+    found = {}
+    for kind in KINDS:
+        model, batch = build()
+        accumulates = kind == "ddp without sync"
+        options = {"loss": mean_square, "ranks": RANKS, "parallelize": HOW[kind], "repeats": 0}
+        found[kind] = Planner.of(model, batch, accumulation=accumulates, **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plans(planners):
+    return {kind: planner.plan("70%", solver="dp") for kind, planner in planners.items()}
+
+
+@pytest.fixture(scope="module")
+def measured(plans):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = mp.get_context("spawn").SimpleQueue()
+    texts = {(kind, planned): plan.to_json() * planned for kind, plan in plans.items() for planned in (False, True)}
+    mp.spawn(run, (port, texts, answers), nprocs=RANKS)
+    return dict(answers.get() for _ in range(RANKS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ranks_peak_is_as_predicted_without_a_plan_and_with_one(kind, planners, plans, measured):
+    predicted = planners[kind].profile.peak_bytes()
+    planned = plans[kind].predicted_peak_bytes
+    assert plans[kind].segments
+    for rank in range(RANKS):
+        assert measured[rank][kind, False] == pytest.approx(predicted, rel=TOLERANCE)
+        assert measured[rank][kind, True] == pytest.approx(planned, rel=TOLERANCE)
