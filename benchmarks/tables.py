@@ -104,11 +104,13 @@ def cell(value: object) -> str:
     return str(value).replace("|", "\\|")
 
 
-def publish(script: str, tables: Iterable[Table], folder: Path, *, name: str | None = None) -> None:
-    """Print the tables, and write `name`.md (by default `script`.md) and one CSV a table."""
+def publish(
+    script: str, tables: Iterable[Table], folder: Path, *, name: str | None = None, verb: str = "Measured"
+) -> None:
+    """Print the tables, and write `name`.md (by default `script`.md) and one CSV a table; `verb` is what was done."""
     folder.mkdir(parents=True, exist_ok=True)
     header = measured_on()
-    parts = [f"Measured with `benchmarks/{script}.py`, {header}."]
+    parts = [f"{verb} with `benchmarks/{script}.py`, {header}."]
     for table in tables:
         table.write_csv(folder, header)
         parts.append(table.markdown())

@@ -25,7 +25,8 @@ class Block(nn.Module):
 
 def main() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(32_000, 4096), *(Block(4096) for _ in range(8)), nn.Linear(4096, 32_000))
+        head = nn.Linear(4096, 32_000, bias=False)
+        model = nn.Sequential(nn.Embedding(32_000, 4096), *(Block(4096) for _ in range(8)), head)
     tokens = torch.zeros(4, 8192, dtype=torch.long)
     page = answer(
         model,

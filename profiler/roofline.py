@@ -93,6 +93,8 @@ _ON_CPU: dict[Any, Any] = {
 
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    if packet is _aten._grouped_mm:
+        return _grouped_flops(args[0], args[1])
     formula: Callable[..., Any] | None = flop_registry.get(_ON_CPU.get(packet, packet))
     if formula is None:
         return 0
@@ -100,6 +102,12 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     given = args[:4] if packet in _ON_CPU and "backward" in str(packet) else args
     counted = int(formula(*given, **kwargs, out_val=out))
     return counted // 2 if is_attention(str(packet)) and _is_causal(packet, args, kwargs) else counted
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Count what torch has no formula for: products of a mixture's experts, each with its part of the rows."""
+    each = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    return each * (a.shape[0] if a.dim() == b.dim() == 3 else 1)
 
 
 def is_attention(name: str) -> bool:

@@ -141,6 +141,22 @@ def test_a_product_takes_the_time_of_its_operations_and_a_copy_that_of_its_bytes
     assert recorded.step_ns == sum(predicted_ns(o, card(CARD), Efficiency()) for o in recorded.operators)
 
 
+def test_the_products_of_a_mixtures_experts_are_counted():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 64, 128, dtype=torch.bfloat16))
+
+        def forward(self, x, ends):
+            return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+    with torch.device("meta"):
+        model, batch = Experts(), torch.empty(512, 64, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([128, 256, 384, 512], dtype=torch.int32)
+    recorded = profile(model, (batch, ends), loss=mean_square, device=CARD)
+    assert [o.flops for o in recorded.operators if "grouped" in o.operator] == [2 * 512 * 64 * 128] * 3
+
+
 def test_a_causal_mask_halves_attentions_operations():
     class Attends(nn.Module):
         def __init__(self, causal):
