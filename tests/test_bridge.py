@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from remat.planner import plan
-from remat.planner.applier.apply import apply_segments
 from remat.planner.bridge.bridge import Bridge
 from remat.planner.bridge.candidates import HostCosts
 from remat.planner.bridge.hazards import Refusal, RefusedCalls
@@ -92,92 +90,6 @@ class Pair(nn.Module):
     def forward(self, pair):
         x, y = pair
         return torch.tanh(self.a(x)).exp(), torch.tanh(self.b(y * 2)).sin()
-
-
-class Residual(nn.Module):
-    """End, or begin, with an operator of its own."""
-
-    def __init__(self, leads):
-        super().__init__()
-        self.leads = leads
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, pair):
-        x, y = pair
-        if self.leads:
-            x = torch.tanh(x)
-        return self.body(self.norm(x)) + x, y + 1
-
-
-class Borrowing(nn.Module):
-    """Call a module that belongs to another."""
-
-    def __init__(self, lender):
-        super().__init__()
-        self.own, self.lent = nn.Linear(16, 16), [lender]
-
-    def forward(self, pair):
-        x, y = pair
-        return torch.sin(self.lent[0](torch.tanh(self.own(x)))), y
-
-
-class Looped(nn.Module):
-    """Call the same block several times."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block, self.last = block, nn.Linear(16, 16)
-
-    def forward(self, pair):
-        for _ in range(2):
-            pair = self.block(pair)
-        return self.last(pair[0]).tanh(), pair[1]
-
-
-class Net(nn.Module):
-    """A random run of such blocks."""
-
-    def __init__(self, rng):
-        super().__init__()
-        blocks = []
-        for _ in range(int(rng.integers(3, 6))):
-            kind = int(rng.integers(0, 5))
-            if kind == 0:
-                blocks.append(Pair())
-            elif kind in (1, 2):
-                blocks.append(Residual(leads=kind == 2))
-            elif kind == 3 and blocks and isinstance(blocks[0], Pair):
-                blocks.append(Borrowing(blocks[0].b))
-            else:
-                blocks.append(Looped(Residual(leads=False)))
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        pair = (x, x.sin())
-        for block in self.blocks:
-            pair = block(pair)
-        return pair[0] + pair[1]
-
-
-@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 5, 6, 7))])
-def test_what_solvers_choose_the_applier_takes_and_the_step_still_runs(seed):
-    torch.manual_seed(seed)
-    model, batch = Net(np.random.default_rng(seed)), torch.randn(64, 16)
-    bridge = bridge_of(model, batch)
-    plans = set()
-    for share in (0, 50, 70):
-        problem = bridge.problem(max(1, share * bridge.profile.peak_bytes() // 100))
-        for solver in SOLVERS:
-            plans.add(tuple(map(bridge.planned, solved(solver, problem).segments)))
-    mean_square(model(batch)).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    assert len(plans) > 5
-    for segments in plans:
-        model.zero_grad()
-        with apply_segments(model, segments):
-            mean_square(model(batch)).backward()
-        assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters(), strict=True))
 
 
 def test_a_segment_that_cuts_the_last_call_of_another_is_not_nested_in_it():
