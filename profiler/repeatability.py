@@ -64,8 +64,12 @@ class Repeatability:
         """Say which values were compared how; "" where all are compared bit for bit."""
         if self.whole:
             return ""
-        named = next(iter((*self.spread, *sorted(self.varying))), "")
-        first = f", {named} among them" if named else ", but for the random state"
+        if not self.spread and self.random_states_repeat:
+            return (
+                f"each run of the unmodified step leaves {min(self.varying)} otherwise (a measured time?), which "
+                "was not compared; all else was, bit for bit"
+            )
+        first = f", {next(iter(self.spread))} among them" if self.spread else ", but for the random state"
         return (
             f"the unmodified step does not repeat itself bit for bit: {len(self.spread)} of {self.compared} values "
             f"differ between runs{first}; these were compared within its own spread, the others bit for bit"

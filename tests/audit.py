@@ -74,7 +74,7 @@ def parts(value):
 
 
 def is_users(kind):
-    return not kind.__module__.startswith(("remat", "threading", "_pytest", "torch.distributed", "torch._"))
+    return not kind.__module__.startswith(("remat", "threading", "logging", "_pytest", "torch.distributed", "torch._"))
 
 
 def tensor_words(tensor):

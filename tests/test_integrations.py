@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from remat.integrations import accelerate as with_accelerate
 from remat.integrations import plan_once
 from remat.integrations.device_budget import device_budget
+from remat.integrations.first_batch import FirstPlan
 from remat.integrations.kept_plans import KeptPlans
 from remat.integrations.lightning import PlanCallback as LightningPlan
 from remat.integrations.transformers import PlanCallback as TransformersPlan
@@ -22,6 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from .audit import differences, picture
+
 # Planning a tiny step; nobody looks at times here. Where what planning runs may leave traces, steps are timed for real.
 QUICK = {"solver": "dp", "repeats": 0}
 TIMED = {"solver": "dp", "repeats": 1}
@@ -31,6 +34,25 @@ TIMED = {"solver": "dp", "repeats": 1}
 def accelerate_as_at_first():
     """Have accelerate forget the precision of an earlier test, which it keeps for the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+TRAINERS = []
+"""What trains now, with all that it holds: models, optimizers, schedules, arguments, callbacks."""
+
+
+@pytest.fixture(autouse=True)
+def planning_leaves_the_trainer_as_it_was(monkeypatch):
+    make = FirstPlan.make
+
+    def audited(self, model, batch, **known):
+        before = picture(model, batch, known, TRAINERS)
+        made = make(self, model, batch, **known)
+        assert differences(before, picture(model, batch, known, TRAINERS)) == []
+        return made
+
+    monkeypatch.setattr(FirstPlan, "make", audited)
+    yield
+    TRAINERS.clear()
 
 
 @pytest.fixture
@@ -92,6 +114,7 @@ def train(folder, *callbacks, model=None, resume=None, **arguments) -> tuple[lis
         eval_dataset=rows[:4],
         callbacks=[*callbacks],
     )
+    TRAINERS.append(trainer)
     trainer.train(resume_from_checkpoint=resume)
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "epoch")
     log = [{name: entry[name] for name in kept if name in entry} for entry in trainer.state.log_history]
@@ -256,6 +279,7 @@ def fit(folder, *callbacks, resume=None, module=None, **arguments):
         **{"max_epochs": 2, "enable_checkpointing": False, **arguments},
     )
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=64)
+    TRAINERS.append(trainer)
     trainer.fit(module, loader, loader, ckpt_path=resume)
     return curve.points, module
 
@@ -318,6 +342,7 @@ def accumulate(budget=None):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     bare = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, schedule = accelerator.prepare(model, bare, torch.optim.lr_scheduler.StepLR(bare, 1))
+    TRAINERS.append((accelerator, optimizer, schedule))
     losses = []
     for number in range(4):
         inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(number))

@@ -123,7 +123,7 @@ def llama():
     return LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_at_the_peak_of_a_llama_checkpointed_by_hand_a_plan_adds_no_more(every):
     model, batch = llama()
     step = Step.of(model, batch, holds_output=False)

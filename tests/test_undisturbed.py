@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from remat.planner import apply, plan, verify
+from remat.planner import apply, compare, largest_batch, plan, verify
+from remat.planner.show.report import report_html
 from remat.profiler import BatchError, DisturbedError, profile
 from torch import nn
 
@@ -297,3 +298,48 @@ def test_what_cannot_be_put_back_is_refused_by_name():
 
     with pytest.raises(DisturbedError, match="variable 'numbers'"):
         plan(stack(), X, "90%", solver="sqrt", loss=loss)
+
+
+def training():
+    """Return a model in the midst of training, and what is used beside it."""
+    model, config = nn.Sequential(*[Made(types.SimpleNamespace(kind=None)) for _ in range(3)], nn.Dropout(0.1)), {}
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    model.register_forward_hook(lambda module, args, output: averaged.update_parameters(module))
+    model[0].net[0].weight.register_hook(lambda gradient: config.update(seen=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def loss(output):
+        config["steps"] = config.get("steps", 0) + 1
+        return scaler.scale(square(output))
+
+    for _ in range(2):
+        loss(model(X)).backward()
+        optimizer.step()
+        schedule.step()
+    return model, loss, optimizer, (config, averaged, schedule, scaler, TABLES)
+
+
+CALLS = {
+    "profile": lambda model, step: profile(model, X, repeats=1, **step),
+    "plan": lambda model, step: plan(model, X, "95%", solver="dp", repeats=1, **step),
+    "verify": lambda model, step: verify(
+        model, X, plan(model, X, "95%", solver="dp", repeats=0, **step), loss=step["loss"], repeats=1
+    ),
+    "compare": lambda model, step: compare(model, X, budgets=("70%",), solvers=("sqrt",), repeats=1, **step),
+    "report": lambda model, step: report_html(
+        compare(model, X, budgets=("70%",), solvers=("sqrt",), repeats=0, **step), budget="70%"
+    ),
+    "largest_batch": lambda model, step: largest_batch(
+        lambda size: X[:size], 1 << 30, model=model, sizes=(64,), solver="sqrt", repeats=1, **step
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_leaves_model_loss_optimizer_schedule_hooks_and_random_states_as_they_were(call):
+    model, loss, optimizer, beside = training()
+    before = picture(model, loss, optimizer, *beside)
+    CALLS[call](model, {"loss": loss, "optimizer": optimizer})
+    assert differences(before, picture(model, loss, optimizer, *beside)) == []
