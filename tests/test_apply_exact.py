@@ -314,6 +314,26 @@ def test_one_forward_may_have_several_backwards():
         assert torch.equal(ours.grad, theirs.grad)
 
 
+class Gated(nn.Module):
+    """Computes a gate without gradients, by an operator that would save its output with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            with torch.no_grad():
+                gate = x.sigmoid()
+            x = layer(x) * gate
+        return x
+
+
+def test_what_runs_without_gradients_between_members_does_so_in_the_replay():
+    model, x = make(Gated)
+    assert_exact(model, x, [segment("layers.0", "layers.1", "layers.2", crosses_operators=True)])
+
+
 class Ages(nn.Module):
     """Reads a buffer that it has just written."""
 
