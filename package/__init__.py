@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from remat import integrations, planner, profiler, solvers
     from remat.planner import (
+        Answer,
         ApplyError,
         BudgetError,
         InfeasibleBudgetError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         PlanMismatchError,
         Planner,
         ReplayStateError,
+        answer,
         apply,
         compare,
         diff,
@@ -39,6 +41,7 @@ _OF_THE_PROFILER = ("BatchError", "DisturbedError", "Profile", "ProfileFileError
 """Every other name that is no package is the planner's."""
 
 __all__ = [
+    "Answer",
     "ApplyError",
     "BatchError",
     "BudgetError",
@@ -53,6 +56,7 @@ __all__ = [
     "ProfileFileError",
     "ReplayStateError",
     "__version__",
+    "answer",
     "apply",
     "compare",
     "diff",

@@ -69,7 +69,7 @@ class Answer:
 
     def __str__(self) -> str:
         plan, (count, unit) = self.plan, self.counted
-        run = plan.bytes_from == "measured"
+        run = plan.times_from == "measured"
         kind = f"the unplanned step's time is {self.step_time_from.source}" if run else "nothing was run"
         each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
         verdict = "**Yes**" if self.fits else "**No**: this is the least peak found"

@@ -49,6 +49,7 @@ __all__ = [
     "forward_hooks",
     "is_annotation",
     "is_cached_function",
+    "is_compiled",
     "is_operator",
     "is_plain_tensor",
     "kineto_events",
@@ -329,3 +330,10 @@ def private_process_group(ranks: int) -> Iterator[None]:
             # Whoever looked at the model meanwhile may still have a hook, and by it all that was sharded.
             if state is not None:
                 vars(state).clear()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether a module's calls run what torch.compile made of it: `compile(module)` or `module.compile()`."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    wrapped = frames is not None and isinstance(module, frames.OptimizedModule)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None

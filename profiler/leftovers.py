@@ -54,7 +54,8 @@ def take_out(mode: FakeTensorMode) -> list[str]:
         where = "; ".join(dict.fromkeys(stuck)) or "an object of a compiled extension"
         raise DisturbedError(
             f"{left} fake tensors of a dry run are kept by {where}. Let them be made in one real forward before "
-            "planning, or keep them in an attribute of a module, which is put back"
+            "planning, or keep them in an attribute of a module, which is put back; where forward calls a compiled "
+            "function (torch.compile), plan before it is compiled"
         )
     return list(dict.fromkeys(words))
 

@@ -23,7 +23,7 @@ from .repeatable_hooks import Repeatable
 from .results import Results, run_steps
 from .scratch import ScratchMeter
 from .stages import cut
-from .step import BatchError, Loss, Step, check_present
+from .step import BatchError, Loss, Step, check_eager, check_present
 from .step_record import Operator, StepRecord, Storage
 from .timing import forward_without_saving, train_once
 
@@ -123,11 +123,12 @@ def open_session(
         device: Name of a card from `cards.CARDS`, to record the step for it without running anything.
 
     Raises:
-        BatchError: The batch cannot be used, or the model is not there and no card is named.
+        BatchError: The batch cannot be used, a part of the model is compiled, or it is not there and no card is named.
         DeviceError: Steps cannot be measured on the model's device.
         CardError: There is no such card.
     """
     step = replace(Step.of(model, batch, loss, holds_output=holds_output), repeatable_hooks=repeatable_hooks)
+    check_eager(model)
     if device is not None:
         return Session(step, torch.device("cpu"), ScratchMeter(), accumulation, card=card(device))
     check_present(model)

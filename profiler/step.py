@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .absent import is_absent
 from .guard import Guard
+from .internals import is_compiled
 from .repeatable_hooks import Repeatable
 
 Loss = Callable[[Any], torch.Tensor]
@@ -188,6 +189,21 @@ def check_present(model: nn.Module) -> None:
             raise BatchError(
                 f"{name!r} has no memory (it is {'on meta' if tensor.device.type == 'meta' else 'fake'}): name a card "
                 "to plan for, device='h100-80gb', or give the model memory, model.to_empty(device=...)"
+            )
+
+
+def check_eager(model: nn.Module) -> None:
+    """Check that no part of a model is compiled: its operators would be out of a recorder's sight.
+
+    Raises:
+        BatchError: One is.
+    """
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            what = f"module {name.removesuffix('._orig_mod')!r}" if name else "the model"
+            raise BatchError(
+                f"{what} is compiled already (torch.compile), and what it runs cannot be recorded: plan the model "
+                "before that, with cross_operators=False, apply the plan, then compile"
             )
 
 

@@ -61,7 +61,7 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
             exclude=planner.options.exclude,
             only=planner.options.only,
         ),
-        bytes_from="measured" if card is None else "estimated",
+        bytes_from="measured" if card is None and session.ranks is None else "estimated",
         times_from="estimated" if is_estimate else "measured",
         fingerprint=Fingerprint.of(model, calls=tuple(call.module for call in recorded.calls)),
         batch=batch_tensors(session.step),
