@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from .places import MISSING
 
 _DEPTH = 3
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -25,6 +26,14 @@ def flat(container: Any) -> list[Any]:
         return [*base.keys(container), *base.values(container)]
     items: list[Any] = list(base.__iter__(container))
     return sorted(items, key=id) if base is set else items
+
+
+def items_of(container: Any) -> list[Any]:
+    """List the pairs of a dictionary, or the items of a list, tuple, set or deque."""
+    if isinstance(container, dict):
+        base: Any = _base(container)
+        return list(zip(base.keys(container), base.values(container), strict=True))
+    return list(next(base for base in _SEQUENCES if isinstance(container, base)).__iter__(container))
 
 
 def refill(container: Any, contents: list[Any]) -> None:
@@ -67,8 +76,7 @@ def picture(value: object, depth: int = 0) -> object:
     if isinstance(value, _PLAIN):
         return repr(value)
     if depth < _DEPTH and isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        items = cast("list[object]", [*value.items()] if isinstance(value, dict) else [*value])
-        inside = [picture(item, depth + 1) for item in items]
+        inside = [picture(item, depth + 1) for item in items_of(value)]
         return type(value).__name__, sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
     return type(value).__name__
 

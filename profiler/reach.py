@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .contents import items_of
 from .internals import FakeTensor, is_cached_function, tensor_hooks
 from .places import Cell, ClassAttribute, Name, Place, SlotOf
 
@@ -140,11 +141,11 @@ class Reach:
     def _expand_container(self, value: Any) -> None:
         self.containers.append(value)
         if isinstance(value, dict):
-            for key, item in cast("dict[Any, Any]", value).items():
+            for key, item in items_of(value):
                 self._meet(item, id(value), f"[{key!r}]" if type(key) in _PLAIN else "[...]")
                 self._meet(key, id(value), ", a key of it")
         else:
-            for position, item in enumerate(cast("list[object]", value)):
+            for position, item in enumerate(items_of(value)):
                 self._meet(item, id(value), f"[{position}]")
         if type(value) not in _CONTAINERS and type(value) is not OrderedDict:
             self._expand_attributes(value)

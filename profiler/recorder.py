@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .contents import items_of
 from .counted import is_counted
 from .internals import (
     FakeTensor,
@@ -587,10 +588,10 @@ def _shape_of(value: Any, depth: int) -> Any:
         return None  # Recurrent layers renew theirs; nothing is kept by one.
     if depth > 5:
         return id(value)
-    if isinstance(value, Mapping):
-        return tuple((id(key), _shape_of(item, depth + 1)) for key, item in value.items())
+    if isinstance(value, dict):
+        return tuple((id(key), _shape_of(item, depth + 1)) for key, item in items_of(value))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return tuple(_shape_of(item, depth + 1) for item in value)
+        return tuple(_shape_of(item, depth + 1) for item in items_of(value))
     if isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
         return id(value)
     return (id(value), *((name, _shape_of(item, depth + 1)) for name, item in vars(value).items()))

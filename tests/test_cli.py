@@ -82,6 +82,7 @@ def remat(tmp_path, monkeypatch, capsys):
     (tmp_path / "factories.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["remat", *arguments])

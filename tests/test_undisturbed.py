@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -343,3 +344,45 @@ def test_each_call_leaves_model_loss_optimizer_schedule_hooks_and_random_states_
     before = picture(model, loss, optimizer, *beside)
     CALLS[call](model, {"loss": loss, "optimizer": optimizer})
     assert differences(before, picture(model, loss, optimizer, *beside)) == []
+
+
+class Importing(OrderedDict):
+    """A mapping that makes what it maps to when it is asked, as the automatic classes of transformers do."""
+
+    def _refuse(self, *_):
+        raise ValueError("could not find it")
+
+    __iter__ = items = keys = values = __getitem__ = __contains__ = _refuse
+
+
+class Listing(list):
+    __iter__ = __getitem__ = Importing._refuse
+
+
+MAPPING, LISTING = Importing(), Listing()
+dict.__setitem__(MAPPING, "a", {"b": 1})
+list.append(LISTING, 1)
+
+
+class Choosing(nn.Module):
+    """A model whose forward speaks of such a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        )
+        self.mapping = MAPPING
+
+    def forward(self, x):
+        assert MAPPING is not None
+        assert LISTING is not None
+        return self.blocks(x)
+
+
+def test_what_containers_do_of_their_own_when_they_are_asked_is_not_asked_for():
+    torch.manual_seed(0)
+    model, batch = Choosing(), torch.randn(1024, 32)
+    made = plan(model, batch, "80%", loss=lambda out: out.square().mean(), solver="dp", repeats=0)
+    assert made.segments
+    assert verify(model, batch, made, loss=lambda out: out.square().mean(), repeats=0).exact

@@ -50,8 +50,9 @@ def by_items(value: object) -> object:
     if len(value) > MOST_ITEMS:
         return _Identity((id(value), len(value)))
     if isinstance(value, dict):
-        items = cast("dict[Any, object]", value)
-        return {key if type(key) in PLAIN else id(key): _item(item) for key, item in items.items()}
+        # Past any method of its own: a mapping of transformers' imports what it maps to.
+        items = dict.items(cast("dict[Any, object]", value))
+        return {key if type(key) in PLAIN else id(key): _item(item) for key, item in items}
     told = [_item(item) for item in cast("list[object]", value)]
     return set(told) if isinstance(value, (set, frozenset)) else told
 
@@ -67,7 +68,7 @@ def by_attributes(objects: list[Any]) -> list[object]:
 
 def _inside(value: object, depth: int) -> object:
     if depth and isinstance(value, dict):
-        return [(key, _inside(item, depth - 1)) for key, item in cast("dict[object, object]", value).items()]
+        return [(key, _inside(item, depth - 1)) for key, item in dict.items(cast("dict[object, object]", value))]
     if depth and isinstance(value, (list, tuple)):
         return [_inside(item, depth - 1) for item in cast("list[object]", value)]
     if depth and hasattr(value, "__dict__") and not isinstance(value, _BY_IDENTITY):
