@@ -10,9 +10,10 @@ import pandas as pd
 import torch
 from torch import nn
 
+from ..profiler.profiling import silent
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
-from .finding.planning import Planner, check_solver, silent
+from .finding.planning import Planner, check_solver
 from .options import StepKeywords, StepOptions
 from .pictures.tables import html_table
 from .plan import Plan

@@ -13,13 +13,13 @@ from torch import nn
 from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
+from ..profiler.profiling import silent
 from ..profiler.results import Arm, Difference, Results, differing, run_steps
 from ..profiler.step import Loss, Step, check_present
 from ..profiler.timing import forward_without_saving
 from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
-from .finding.planning import silent
 from .finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 from .pictures.tables import html_table
 from .plan import Plan, percent_range

@@ -180,7 +180,7 @@ def profile(
     )
     session.step.guard.also_keep(optimizer)
     with session.step.guard.undisturbed():
-        return _profile(session, optimizer, repeats, whole, progress or _silent)
+        return _profile(session, optimizer, repeats, whole, progress or silent)
 
 
 def _profile(
@@ -408,5 +408,5 @@ def _storages(recording: StepRecord, unsaved: StepRecord) -> tuple[Storage, ...]
     return tuple(joined)
 
 
-def _silent(_: str) -> None:
-    pass
+def silent(_: str) -> None:
+    """Take progress and say nothing."""

@@ -111,7 +111,7 @@ class Reach:
         elif isinstance(value, _CONTAINERS):
             self._expand_container(value)
         elif isinstance(value, (tuple, frozenset)):
-            for position, item in enumerate(cast("tuple[object, ...]", value)):
+            for position, item in enumerate(items_of(value)):
                 self._meet(item, id(value), f"[{position}]")
             self._expand_attributes(value)
         elif isinstance(value, type):

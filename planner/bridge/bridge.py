@@ -36,7 +36,6 @@ class Bridge:
 
     Attributes:
         profile: The recorded step.
-        host: What entering segments costs the host.
         scope: Modules that segments may hold calls of.
         bounds: The first operator of each stage, and one past the last of all.
         stages: The stages as solvers see them.
@@ -58,7 +57,6 @@ class Bridge:
         named: NamedSegments | None = None,
     ) -> None:
         self.profile = profile
-        self.host = host
         self.scope = scope
         units = frozenset(units)
         self._again = partial(

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
+from ...profiler.profiling import silent
 from ...profiler.step import Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
@@ -424,10 +425,6 @@ class Found:
     notes: tuple[str, ...] = ()
     overhead: float | None = None
     overhead_range: tuple[float, float] | None = None
-
-
-def silent(_: str) -> None:
-    """Take progress and say nothing."""
 
 
 def _shapes(tensors: tuple[BatchTensor, ...]) -> str:

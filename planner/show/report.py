@@ -16,10 +16,10 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 from remat.whole_file import write_whole
 
+from ...profiler.profiling import silent
 from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
-from ..finding.planning import silent
 from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
 from ..pictures.timeline import memory_parts
 from ..plan import Plan
