@@ -275,8 +275,11 @@ def _is_looked_into(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a function and those inside it mention, and the globals that they write."""
-    mentioned, stored = list(code.co_names), list[str]()
+    """Return the names that a function and those inside it mention, and the globals that they write.
+
+    Names that nobody can write come from a tool which rewrites code, as pytest does assertions, and lead into the tool.
+    """
+    mentioned, stored = [name for name in code.co_names if name.isidentifier()], list[str]()
     if _STORE_GLOBAL in code.co_code[::2]:
         stored += [str(one.argval) for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL]
     for constant in code.co_consts:

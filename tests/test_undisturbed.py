@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from remat.planner import apply, compare, largest_batch, plan, verify
 from remat.planner.show.report import report_html
 from remat.profiler import BatchError, DisturbedError, profile
+from remat.profiler.reach import Reach
 from torch import nn
 
 from .audit import differences, picture
@@ -386,3 +388,38 @@ def test_what_containers_do_of_their_own_when_they_are_asked_is_not_asked_for():
     made = plan(model, batch, "80%", loss=lambda out: out.square().mean(), solver="dp", repeats=0)
     assert made.segments
     assert verify(model, batch, made, loss=lambda out: out.square().mean(), repeats=0).exact
+
+
+def test_what_a_tool_writes_into_forward_is_not_part_of_the_step():
+    """Assertions lead into pytest, whose objects other threads change."""
+    assert any(not name.isidentifier() for name in Choosing.forward.__code__.co_names), "pytest rewrote nothing"
+    reach = Reach({"model": Choosing()})
+    assert [name for name in map(reach.path, reach.containers) if "pytest" in name] == []
+
+
+class Clock:
+    """Stands for what another thread moves: the walk does not reach it through a weak reference."""
+
+    calls = 0
+
+
+def test_what_moved_once_by_chance_is_not_said_to_be_left_otherwise():
+    torch.manual_seed(0)
+    model, batch, clock, seen = Choosing(), torch.randn(1024, 32), Clock(), [0]
+    hidden = weakref.ref(clock)
+
+    def loss(out):
+        hidden().calls += 1
+        if hidden().calls == moves:
+            seen.append(1)
+        return out.square().mean()
+
+    moves = 0
+    made = plan(model, batch, "80%", loss=loss, solver="dp", repeats=0)
+    verify(model, batch, made, loss=loss, repeats=0)
+    clock.calls = 0
+    verify(model, batch, made, loss=loss, repeats=0)
+    for moves in range(1, clock.calls + 1):
+        clock.calls = 0
+        found = verify(model, batch, made, loss=loss, repeats=0)
+        assert found.exact, (moves, found)
