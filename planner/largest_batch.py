@@ -105,8 +105,8 @@ class BatchSearch:
         return throughput_by_batch(self, title=title)
 
     def __repr__(self) -> str:
-        best = f"{self.size} of {len(self.tried)} sizes tried is predicted to train {_rate(self.best):.4g} samples/s"
-        return f"<BatchSearch under {format_bytes(self.budget_bytes)}: {best}>"
+        best = f"batches of {self.size} train most, {_rate(self.best):.4g} samples/s predicted"
+        return f"<BatchSearch under {format_bytes(self.budget_bytes)}: {best}; {len(self.tried)} sizes tried>"
 
     def _repr_html_(self) -> str:
         rows = [_cells(entry, entry.size == self.size) for entry in self.tried]

@@ -112,6 +112,8 @@ def test_a_browser_draws_it_at_two_widths_and_answers_clicks(html, tmp_path):
             wide = "s => s.getBoundingClientRect().right > innerWidth"
             cut = f"[...document.querySelectorAll('.picture svg')].filter({wide})"
             assert browser.run(f"{cut}.length") == 0
+            tables = "[...document.querySelectorAll('.wide')].filter(place => place.scrollWidth > place.clientWidth)"
+            assert browser.run(f"{tables}.length") == 0
         column = "[...document.querySelectorAll('#solvers td:nth-child(2)')].map(cell => Number(cell.dataset.value))"
         button = "document.querySelector('#solvers th:nth-child(2) button')"
         for order in (sorted, lambda values: sorted(values, reverse=True)):
