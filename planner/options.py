@@ -15,6 +15,7 @@ from ..profiler.optimizer import optimizer_named
 from ..profiler.ranks import Parallelize, Ranks, by_fully_shard
 from ..profiler.repeatable_hooks import Repeatable
 from ..profiler.step import Loss
+from .by_name import policy_of, policy_words
 from .errors import PlanError
 
 if TYPE_CHECKING:
@@ -155,8 +156,9 @@ class StepOptions:
             return Ranks(count=self.ranks, parallelize=self.parallelize, words="sharded by the function given")
         shard = by_fully_shard(units, policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
         words = f"under fully_shard, on {len(units)} units and the root"
-        if self.mp_policy is not None:
-            words += f", {_policy_words(self.mp_policy)}"
+        policy = policy_of(self.mp_policy)
+        if policy is not None:
+            words += f", {policy_words(policy)}"
         return Ranks(count=self.ranks, parallelize=shard, words=words)
 
     def unit_paths(self, model: nn.Module) -> tuple[str, ...]:
@@ -201,12 +203,6 @@ def _patterns(name: str, given: object) -> tuple[str, ...]:
                 '["h.*.attn"], say'
             )
     return tuple(pattern for pattern in patterns if isinstance(pattern, str))
-
-
-def _policy_words(policy: MixedPrecisionPolicy) -> str:
-    """Say what a mixed-precision policy does."""
-    names = {"computing": policy.param_dtype, "reducing": policy.reduce_dtype}
-    return ", ".join(f"{verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in names.items() if dtype)
 
 
 def _check_ranks(ranks: object) -> None:

@@ -324,11 +324,12 @@ def _headline(plan: Plan) -> str:
     overhead, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
     if plan.measured_overhead is not None:
         overhead += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
+    how = [known.card and f"for {known.card}", known.precision, known.output_words, known.sharding_words]
     return (
         f"plan: {_count(len(plan.segments), 'segment')}, peak {_bytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
         f"overhead {overhead}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}; {known.precision}, {known.output_words}"
+        f"bytes {plan.bytes_from}, times {plan.times_from}; {', '.join(filter(None, how))}"
     )
 
 

@@ -343,9 +343,17 @@ def test_a_model_that_is_not_there_is_planned_for_a_card_and_priced_for_it(remat
     plan = Plan.load("plan.json")
     assert "h100-80gb" in plan.circumstances.device
     assert plan.segments
-    code, out, err = remat("price", "factories.py:on_meta", "--plan", "plan.json", "--card", "h100-80gb", "--json")
+    code, out, err = remat("price", "factories.py:on_meta", "--plan", "plan.json", "--json")
     assert code == 0, err
+    assert Plan.from_json(out).circumstances == plan.circumstances
     assert Plan.from_json(out).predicted_peak_bytes == plan.predicted_peak_bytes
+    cast = ["--budget", "100%", "--card", "h100-80gb", "--autocast", "bf16", "--solver", "none", "--out", "cast.json"]
+    code, out, err = remat("plan", "factories.py:on_meta", *cast)
+    assert code == 0, err
+    code, out, err = remat("price", "factories.py:on_meta", "--plan", "cast.json", "--json")
+    assert code == 0, err
+    assert Plan.from_json(out).circumstances == Plan.load("cast.json").circumstances
+    assert Plan.from_json(out).circumstances.autocast == {"cuda": "bfloat16"}
     code, _, err = remat("plan", "factories.py:on_meta", "--budget", "80%")
     assert code == 2
     assert "remat: " in err

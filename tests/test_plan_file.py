@@ -62,6 +62,13 @@ def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
     assert json.loads(path.read_text())["schema_version"] == SCHEMA_VERSION
 
 
+def test_a_file_from_before_plans_held_their_card_is_read():
+    content = json.loads(PLAN.to_json())
+    for name in ("card", "loss", "mp_policy", "reshard_after_forward", "parallelize"):
+        del content["circumstances"][name]
+    assert Plan.from_json(json.dumps(content)) == PLAN
+
+
 names = st.text(max_size=12)
 calls = st.builds(Call, module=names, index=st.integers(0, 9))
 leaves = st.builds(

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remat.planner import Plan, PlanError, PlanMismatchError, Planner, diff, price, verify
+from remat.planner import Plan, PlanError, PlanMismatchError, Planner, diff, plan, price, verify
 from remat.planner.segments import Call, PlannedSegment, SavedOperator
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.small_step import build
 
@@ -70,6 +71,54 @@ def test_circumstances_are_those_of_the_plan():
     priced = price(MODEL, BATCH, found, loss=LOSS, repeats=0)
     assert priced.circumstances == found.circumstances
     assert priced.predicted_peak_bytes == found.predicted_peak_bytes
+
+
+def meta():
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> Plan:
+    """Return a plan for a card and ranks that are not here, read from a file."""
+    model, batch, loss = meta()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    how = {"units": model, "ranks": 2, "mp_policy": policy, "reshard_after_forward": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = plan(model, batch, "90%", solver="dp", loss=loss, device="h100-80gb", **how)
+    return Plan.from_json(found.to_json())
+
+
+def test_a_plan_for_a_card_and_ranks_is_priced_for_them_again(of_ranks):
+    model, batch, loss = meta()
+    priced = price(model, batch, of_ranks, loss=loss)
+    assert priced.circumstances == of_ranks.circumstances
+    assert priced.predicted_peak_bytes == of_ranks.predicted_peak_bytes
+    assert priced.predicted_overhead == of_ranks.predicted_overhead
+    assert not torch.is_autocast_enabled("cpu")
+    shown = str(of_ranks).partition("\n")[0]
+    assert shown.endswith(
+        "for h100-80gb, bfloat16 autocast on cuda, output held, computing in bfloat16, reducing in float32, "
+        "reshard_after_forward=False"
+    )
+
+
+def test_what_is_given_counts_before_what_a_plan_says(of_ranks):
+    model, batch, loss = meta()
+    priced = price(model, batch, of_ranks, loss=loss, device="a100-80gb", mp_policy=None)
+    changed = diff(of_ranks, priced).fields
+    assert changed["circumstances.card"] == ("h100-80gb", "a100-80gb")
+    assert changed["circumstances.mp_policy"][1] is None
+    assert priced.predicted_overhead != of_ranks.predicted_overhead
+
+
+def test_a_function_that_a_plan_was_made_with_is_asked_for_by_name(of_ranks):
+    model, batch, loss = meta()
+    with pytest.raises(PlanError, match=r"made with loss=squares, a function.* give it again, or loss=None"):
+        price(model, batch, of_ranks)
+    sharded = replace(of_ranks, circumstances=replace(of_ranks.circumstances, parallelize="shard"))
+    with pytest.raises(PlanError, match="made with parallelize=shard"):
+        price(model, batch, sharded, loss=loss)
 
 
 def in_full(*members, save=()) -> PlannedSegment:

@@ -101,8 +101,8 @@ def price(
 ) -> int:
     """Say what a plan costs that was edited by hand: its peak by a dry run, its added time; nothing is searched.
 
-    The step is taken to be what it was when the plan was made; a card, and how FSDP2 computes, are given again. Exit
-    code 1 if the plan is over its budget.
+    The step is taken to be what it was when the plan was made, on the same card; a function that shards the model is
+    given again. Exit code 1 if the plan is over its budget.
     """
     place.check()
     from remat.planner import Plan
@@ -112,8 +112,10 @@ def price(
 
     loaded = Plan.load(plan)
     terminal, subject = Terminal(output), _load(target)
-    with terminal.progress() as say, _running(target, subject, loaded.circumstances.autocast):
-        given: dict[str, Any] = {"loss": subject.loss, "repeats": repeats, **place.elsewhere()}
+    with terminal.progress() as say, _running(target, subject):
+        given: dict[str, Any] = {"repeats": repeats, **place.elsewhere()}
+        if subject.loss is not None:
+            given["loss"] = subject.loss
         priced = price_plan(subject.model, subject.batch, loaded, progress=say, **given)
     console.print_plan(terminal.tables, priced)
     changed = diff_plans(loaded, priced)

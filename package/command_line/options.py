@@ -91,7 +91,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where and how the step will run, as far as that is not here: what a plan file does not repeat."""
+    """Where and how the step will run, as far as that is not here."""
 
     card: Annotated[
         str | None,

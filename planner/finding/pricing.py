@@ -15,6 +15,7 @@ from ...solvers.solution import make_solution
 from ..applier.apply import check_subject, unplanned
 from ..bridge.bridge import Bridge
 from ..bridge.named import NamedSegments
+from ..by_name import policy_named
 from ..errors import PlanError
 from ..options import StepKeywords
 from ..plan import Plan
@@ -46,32 +47,39 @@ def price(
     to its end) is filled in as well. The peak may be over the plan's budget, which stays what it was.
 
     Args:
-        model: The model, as for `plan`, under the autocast that is trained with.
+        model: The model, as for `plan`. Autocast is switched on as the plan was made under, where none is.
         batch: As for `plan`.
         plan: The plan; its segments count, and how its step is run.
         planner: What `Planner.of` returned for this step, to price several plans from one profile.
         progress: Called with a few words before each phase.
-        step: As for `plan`; what is left out is as in the plan: optimizer, accumulation, holds_output, units, ranks.
+        step: As for `plan`; what is left out is as in the plan: the card, the optimizer, accumulation, holds_output,
+            units, ranks, mp_policy, ... Functions (`loss`, `parallelize`), which a plan holds the names of, are given
+            again.
 
     Raises:
         PlanMismatchError: The plan is for another model.
-        PlanError: A segment is not of this step, cannot be replayed, or does not go together with another; or `planner`
-            was made for another step.
+        PlanError: A segment is not of this step, cannot be replayed, or does not go together with another; `planner`
+            was made for another step; or a function that the plan was made with is not given.
         BatchError: The batch cannot be used.
     """
     check_subject(model, plan)
     plan.check(model)
-    if planner is None:
-        planner = Planner.of(model, batch, progress=progress, **{**_step_of(plan, model), **step})
-    else:
-        planner.check_given(model, batch, step)
-    say = progress or silent
+    known = plan.circumstances
+    with known.as_recorded(elsewhere=bool(step.get("device", known.card))):
+        if planner is None:
+            planner = Planner.of(model, batch, progress=progress, **{**_step_of(plan, model, step), **step})
+        else:
+            planner.check_given(model, batch, step)
+        return _priced(plan, planner, progress or silent)
+
+
+def _priced(plan: Plan, planner: Planner, say: Callable[[str], None]) -> Plan:
     named = NamedSegments(planner.profile, plan.segments)
     bridge = planner.bridge.of_named(named)
     planner = planner.with_bridge(bridge)
     solution = _solution(bridge, named.segments())
     say(f"dry run of {solution.count_segments()} segments")
-    with unplanned(model), planner.session.step.guard.undisturbed():
+    with unplanned(planner.session.step.model), planner.session.step.guard.undisturbed():
         try:
             draft = planner.search.draft(solution)
         except DryRunFailedError as failed:
@@ -91,9 +99,23 @@ def price(
     )
 
 
-def _step_of(plan: Plan, model: nn.Module) -> StepKeywords:
+def _step_of(plan: Plan, model: nn.Module, given: StepKeywords) -> StepKeywords:
+    """Return how a plan's step is run, as far as its file holds it.
+
+    Raises:
+        PlanError: It was made with a function that is not among those given.
+    """
     known = plan.circumstances
+    for name, function in {"loss": known.loss, "parallelize": known.parallelize}.items():
+        if function and name not in given:
+            raise PlanError(
+                f"the plan was made with {name}={function}, a function, of which its file holds the name alone: give "
+                f"it again, or {name}=None to price the step without it"
+            )
     return {
+        "device": known.card or None,
+        "mp_policy": policy_named(known.mp_policy),
+        "reshard_after_forward": known.reshard_after_forward,
         "optimizer": known.optimizer or None,
         "accumulation": known.accumulation,
         "holds_output": known.holds_output,

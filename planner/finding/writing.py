@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...profiler import Profile
 from ...profiler.step import Step
 from ..budget import format_bytes
+from ..by_name import function_name, policy_of
 from ..circumstances import Circumstances
 from ..errors import InfeasibleBudgetError
 from ..fingerprint import Fingerprint
@@ -50,6 +51,8 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
         circumstances=Circumstances(
             autocast=planner.autocast,
             device=session.place.words if card is None else f"cuda ({card.name}, not there: predicted)",
+            card=planner.options.device or "",
+            loss=function_name(planner.options.loss),
             accumulation=recorded.accumulation,
             holds_output=planner.options.holds_output,
             optimizer=planner.options.optimizer_name,
@@ -60,6 +63,9 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
             headroom=headroom,
             exclude=planner.options.exclude,
             only=planner.options.only,
+            mp_policy=policy_of(planner.options.mp_policy),
+            reshard_after_forward=planner.options.reshard_after_forward,
+            parallelize=function_name(planner.options.parallelize),
         ),
         bytes_from="measured" if card is None and session.ranks is None else "estimated",
         times_from="estimated" if is_estimate else "measured",

@@ -148,6 +148,8 @@ def autocast(subject: Subject, asked: str | None, planned: Mapping[str, str]) ->
         planned: As in `Circumstances`: by kind of device, the dtype.
     """
     kind = next((parameter.device.type for parameter in subject.model.parameters()), "cpu")
+    # For a model that is not there, planned for a card, the CPU's autocast stands for the card's.
+    kind = "cpu" if kind == "meta" else kind
     wanted = {kind: _PRECISIONS[asked]} if asked else planned
     with ExitStack() as stack:
         for where, dtype in wanted.items():
