@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
 from torch import nn
 
 from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
+from ..profiler.entry import read_from_before
 from ..profiler.profiling import silent
 from ..profiler.results import Arm, Difference, Results, differing, run_steps
 from ..profiler.step import Loss, Step, check_present
@@ -218,6 +220,7 @@ class _Bench:
         # With several ranks the plan knows the state over the shards, not the whole model's.
         self.kept_bytes = known.library_bytes + (known.optimizer_bytes if plan.ranks == 1 else 0)
         self.floor_bytes = known.optimizer_step_peak_bytes if plan.ranks == 1 else 0
+        self.read: list[torch.Tensor] = []
 
     def run(self) -> Verification:
         needed = self.plan.circumstances.whole_step_bytes
@@ -273,13 +276,18 @@ class _Bench:
         """Let there be what a first step makes (masks, tables, the state of an optimizer in hooks), as in training."""
         guard = self.step.guard
         with self._planned():
+            self._find_what_is_read()
             if guard.now.stepping_hooks:
                 guard.advance(self.step.train)
-                return
-            with guard.preserved():
-                forward_without_saving(self.step)
-            if guard.changes:
+            elif guard.changes:
                 guard.advance(lambda: forward_without_saving(self.step))
+            else:
+                return
+            self._find_what_is_read()
+
+    def _find_what_is_read(self) -> None:
+        with self.step.guard.preserved():
+            self.read = read_from_before(lambda: forward_without_saving(self.step))
 
     def _planned(self) -> AbstractContextManager[Any]:
         return apply_segments(self.step.model, self.plan.segments, training=self.plan.training)
@@ -287,7 +295,7 @@ class _Bench:
     def _entry_bytes(self) -> int:
         """Return what is alive at the step's entry and counted in every peak."""
         model = self.step.model
-        tensors = [*model.parameters(), *model.buffers(), *self.step.tensors()]
+        tensors = [*model.parameters(), *model.buffers(), *self.step.tensors(), *self.read]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         round_to = device_of(self.device).round_to
         return sum(-(-nbytes // round_to) * round_to for nbytes in storages.values()) + self.kept_bytes

@@ -248,3 +248,34 @@ def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ign
 def test_a_misspelt_option_is_named_with_the_one_that_was_meant():
     with pytest.raises(TypeError, match="did you mean 'optimizer'"):
         plan(nn.Linear(2, 2), torch.randn(2, 2), "50%", optimiser="adamw")
+
+
+class WithTable(nn.Module):
+    """Keeps one table as an attribute from the beginning, and another from its first forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        )
+        self.table, self.made = torch.randn(256, 1024), None
+
+    def forward(self, x):
+        if self.made is None:
+            self.made = torch.ones(512, 512)
+        return self.blocks(x) * torch.tensor(2.0) + self.table[:64, :64].mean() + self.made.mean()
+
+
+def test_what_a_step_reads_besides_the_models_own_tensors_counts_in_the_measured_peak():
+    torch.manual_seed(0)
+    model, head, x = WithTable(), nn.Linear(64, 512), torch.randn(512, 64)
+
+    def loss(output):
+        return head(output).square().mean()
+
+    found = plan(model, x, "80%", loss=loss, solver="dp", repeats=0)
+    verified = verify(model, x, found, loss=loss, repeats=0)
+    tables = model.table.nbytes + 4 * 512 * 512 + head.weight.nbytes + head.bias.nbytes
+    assert verified.unplanned_measured_peak_bytes > tables + sum(p.nbytes for p in model.parameters())
+    assert verified.unplanned_measured_peak_bytes == pytest.approx(found.unplanned_peak_bytes, rel=0.001)
+    assert verified.measured_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.001)
