@@ -1,4 +1,4 @@
-"""What a step reads that was there before it: tables kept as attributes, a loss's weights, besides what a model owns."""
+"""What a step reads that was there before it: besides the model and batch, tables in attributes, a loss's weights."""
 
 from __future__ import annotations
 
