@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-__all__ = ["SCHEMA_VERSION", "BatchTensor", "Call", "Plan", "PlannedSegment", "SavedOperator"]
+__all__ = ["SCHEMA_VERSION", "BatchTensor", "Call", "Plan", "PlannedBatch", "PlannedSegment", "SavedOperator"]
 
 SCHEMA_VERSION = 3
 Source = Literal["measured", "estimated"]
@@ -45,6 +45,35 @@ class BatchTensor:
     shape: tuple[int, ...]
     dtype: str
     device: str
+
+
+def shape_words(tensors: tuple[BatchTensor, ...]) -> str:
+    """Return the names, dtypes and shapes of a batch's tensors: "input_ids int64 [8, 128]"."""
+    return ", ".join(f"{t.name} {t.dtype.removeprefix('torch.')} {list(t.shape)}" for t in tensors) or "no tensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """Say what a plan for several batches does with one of them.
+
+    Attributes:
+        tensors: The batch's tensors.
+        predicted_peak_bytes: Peak of the planned step with it.
+        unplanned_peak_bytes: The same without a plan.
+        predicted_overhead: Replayed forward time by the unplanned step's time, both with this batch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    tensors: tuple[BatchTensor, ...]
+    predicted_peak_bytes: Count | None
+    unplanned_peak_bytes: Count | None
+    predicted_overhead: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"with {shape_words(self.tensors)}: peak {_bytes(self.predicted_peak_bytes)} (unplanned "
+            f"{_bytes(self.unplanned_peak_bytes)}), overhead {percent_range(self.predicted_overhead, None)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +102,8 @@ class Plan:
         bytes_from: Whether bytes were measured or estimated.
         times_from: Whether times were measured or estimated.
         fingerprint: The model planned for; None for a plan written by hand, which is then not compared.
-        batch: The sample batch's tensors.
+        batch: The sample batch's tensors; of several batches the one with the largest peak, which the figures are for.
+        batches: Where it was planned for several batches: each, with its figures.
         versions: Versions of the libraries that made the plan.
         notes: Remarks for a reader, like why a module was left out.
         schema_version: Version of this file format.
@@ -100,6 +130,7 @@ class Plan:
     times_from: Source = "estimated"
     fingerprint: Fingerprint | None = None
     batch: tuple[BatchTensor, ...] = ()
+    batches: tuple[PlannedBatch, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -191,6 +222,18 @@ class Plan:
         if self.fingerprint is not None:
             self.fingerprint.check(model)
 
+    def promise_for(self, tensors: tuple[BatchTensor, ...]) -> PlannedBatch | None:
+        """Return what was promised for a batch of these very shapes; None where it was not among those planned for."""
+        own = PlannedBatch(
+            tensors=self.batch,
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            unplanned_peak_bytes=self.unplanned_peak_bytes,
+            predicted_overhead=self.predicted_overhead,
+        )
+        wanted = [(tensor.name, tensor.shape) for tensor in tensors]
+        known = (entry for entry in (own, *self.batches) if [(t.name, t.shape) for t in entry.tensors] == wanted)
+        return next(known, None)
+
     def groups(self) -> list[Group]:
         """Return the segments as they are written: those that differ in one number of their paths together."""
         return groups_of(self.segments, self.fingerprint)
@@ -214,7 +257,7 @@ class Plan:
 
     def describe(self) -> str:
         """Return the plan as a few lines of text: promises first, then the segments by pattern."""
-        lines = [_headline(self)]
+        lines = [_headline(self), *(f"  {entry}" for entry in self.batches)]
         for group in self.groups():
             lines += _group_lines(group.entry, group.segments[0], len(group.segments), 1)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -234,7 +277,7 @@ class Plan:
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
 _ANY: TypeAdapter[object] = TypeAdapter(object)
-_BY_LINE = ("segments", "batch", "notes")
+_BY_LINE = ("segments", "batch", "batches", "notes")
 """Lists of which every entry has a line of its own."""
 
 

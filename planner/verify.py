@@ -23,6 +23,7 @@ from .applier.apply import apply_segments, check_subject, unplanned
 from .budget import format_bytes
 from .errors import PlanMismatchError
 from .finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
+from .finding.writing import batch_tensors
 from .pictures.tables import html_table
 from .plan import Plan, percent_range
 
@@ -46,7 +47,9 @@ class Verification:
         left_otherwise: What of Python's objects that a step reaches (counters, lists) it left otherwise.
         repeatable: False where results differ, and the unmodified model's differ from its own as well: that proves
             nothing then.
-        predicted_peak_bytes: The plan's promise.
+        as_planned: The batch has shapes that the plan was made for. Otherwise its promised peak is a bound for smaller
+            ones, and its promised added time is that of other shapes.
+        predicted_peak_bytes: The plan's promise; of a plan for several batches, that for this one.
         measured_peak_bytes: The allocator's peak over the planned step, with what was alive before and the
             optimizer's state, which is counted but not executed; of a plan for several ranks, without that state.
         unplanned_measured_peak_bytes: The same of the unmodified model; None where it was not run.
@@ -69,6 +72,7 @@ class Verification:
     random_state_equal: bool
     left_otherwise: tuple[str, ...]
     repeatable: bool
+    as_planned: bool
     predicted_peak_bytes: int | None
     measured_peak_bytes: int
     unplanned_measured_peak_bytes: int | None
@@ -141,6 +145,11 @@ class Verification:
             remarks.append(f"NOT within the budget: {measured} measured, {budget} allowed")
         if self.left_otherwise:
             remarks.append(f"a planned step leaves otherwise: {', '.join(self.left_otherwise[:3])}")
+        if not self.as_planned:
+            remarks.append(
+                "the batch has other shapes than were planned for: for smaller ones the predicted peak is a bound, the "
+                "predicted added time is that of those shapes"
+            )
         if not self.repeatable:
             remarks.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
         return remarks
@@ -246,6 +255,9 @@ class _Bench:
                 once_more = differing(self._run(self._planned).left, again.left)
                 left_otherwise = [name for name in left_otherwise if name in once_more and name not in varying]
         times = self._times(runs_whole)
+        promise = self.plan.promise_for(batch_tensors(self.step)) if self.plan.batch else None
+        whole_plan = promise is None or promise.tensors == self.plan.batch
+        figures = self.plan if promise is None else promise
         planned_ns = times.median_ns("planned")
         batch_size = max((int(t.shape[0]) for t in self.step.tensors() if t.dim()), default=0)
         return Verification(
@@ -259,13 +271,14 @@ class _Bench:
             random_state_equal=same_random,
             left_otherwise=tuple(left_otherwise),
             repeatable=repeats_itself,
-            predicted_peak_bytes=self.plan.predicted_peak_bytes,
+            as_planned=promise is not None or not self.plan.batch,
+            predicted_peak_bytes=figures.predicted_peak_bytes,
             measured_peak_bytes=self._peak(planned),
             unplanned_measured_peak_bytes=self._peak(reference) if runs_whole else None,
             budget_bytes=self.plan.budget_bytes,
             ranks=self.plan.ranks,
-            predicted_overhead=self.plan.predicted_overhead,
-            predicted_overhead_range=self.plan.predicted_overhead_range,
+            predicted_overhead=figures.predicted_overhead,
+            predicted_overhead_range=self.plan.predicted_overhead_range if whole_plan else None,
             measured_overhead=times.overhead("planned"),
             measured_overhead_range=times.overhead_range("planned"),
             planned_step_ns=planned_ns,

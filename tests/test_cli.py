@@ -66,6 +66,12 @@ def on_meta():
     with torch.device("meta"):
         return build()
 
+def several():
+    return [torch.randn(64, 32), torch.randn(512, 32)]
+
+def one():
+    return torch.randn(64, 32)
+
 def by_size():
     return build()[0], lambda size: torch.randn(size, 32)
 
@@ -319,6 +325,16 @@ def test_the_largest_batch_is_found_from_a_factory_that_makes_batches(remat):
     assert code == 0, err
     assert "<- chosen" in out
     assert Plan.load("plan.json").predicted_peak_bytes <= 1500 * 1024
+
+
+def test_a_plan_for_several_batches_says_what_it_does_with_each(remat):
+    code, out, err = remat(*PLAN, "90%", "--batches", "factories.py:several", "--repeats", "0", "--solver", "dp")
+    assert code == 0, err
+    assert "with 0 float32 [64, 32]: peak" in out
+    assert "with 0 float32 [512, 32]: peak" in out
+    code, _, err = remat(*PLAN, "90%", "--batches", "factories.py:one")
+    assert code == 2
+    assert "returns a Tensor, not a list of batches" in err
 
 
 def test_every_option_of_a_step_can_be_typed(remat):

@@ -52,16 +52,23 @@ def plan(
     headroom: opt.Headroom = 0.0,
     time_limit: opt.TimeLimit = None,
     race: opt.Race = 0,
+    batches: opt.Batches = None,
 ) -> int:
     """Find where to checkpoint so that the step fits a budget, and write the plan."""
     terminal, subject = Terminal(output), _load(target, step)
     from remat.planner import Planner
+    from remat.planner.finding.planning import plan as find
     from remat.planner.show import as_data, console
 
     with terminal.progress() as say, _running(target, subject):
-        planner = Planner.of(subject.model, subject.batch, loss=subject.loss, progress=say, **_step(step, subject))
-        found = planner.plan(budget, solver=solver, headroom=headroom, time_limit_s=time_limit, race=race, progress=say)
-    console.print_parts(terminal.tables, planner.profile)
+        asked: dict[str, Any] = {"solver": solver, "headroom": headroom, "time_limit_s": time_limit, "progress": say}
+        known: dict[str, Any] = {"loss": subject.loss, **_step(step, subject)}
+        if batches is not None:
+            found = find(subject.model, None, budget, batches=target.batches(batches), race=race, **asked, **known)
+        else:
+            planner = Planner.of(subject.model, subject.batch, progress=say, **known)
+            found = planner.plan(budget, race=race, **asked)
+            console.print_parts(terminal.tables, planner.profile)
     console.print_plan(terminal.tables, found)
     terminal.result(lambda: as_data.of_plan(found))
     _keep(terminal, found, out)

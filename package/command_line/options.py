@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -86,7 +87,17 @@ class Target:
         """Import the factory and call it."""
         from remat.planner.show.factory import load_subject
 
-        return load_subject(self.spec, None if self.device is None else self.device.value)
+        return load_subject(self.spec, self._device)
+
+    def batches(self, spec: str) -> Sequence[object]:
+        """Import a function that returns batches and call it."""
+        from remat.planner.show.factory import load_batches
+
+        return load_batches(spec, self._device)
+
+    @property
+    def _device(self) -> str | None:
+        return None if self.device is None else self.device.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +373,16 @@ Race = Annotated[
         metavar="COUNT",
         min=0,
         help="Time so many plans in turn and take the measured best; 0 takes the predicted best. Example: 3",
+    ),
+]
+Batches = Annotated[
+    str | None,
+    typer.Option(
+        "--batches",
+        metavar="TARGET",
+        callback=checks.function,
+        help="A function that returns a list of batches, which differ in sizes alone, in place of the factory's one: "
+        "the plan fits with each of them. Example: train.py:batches",
     ),
 ]
 Repeats = Annotated[

@@ -26,7 +26,8 @@ class Expected:
     def __init__(self, plan: Plan, calls: dict[CallKey, str]) -> None:
         self._autocast = plan.circumstances.autocast
         self._device = plan.circumstances.device.partition(" ")[0] or "cpu"
-        self._sizes = {tensor.name: _size(tensor.shape) for tensor in plan.batch}
+        batches = [entry.tensors for entry in plan.batches] or [plan.batch]
+        self._shapes = [{tensor.name: tensor.shape for tensor in tensors} for tensors in batches]
         self._circumstances_told = plan.fingerprint is None
         self._is_as_planned = False
         self._calls_told = False
@@ -59,14 +60,16 @@ class Expected:
         return not (autocast_is_on() or self._autocast) or autocast_now(self._device) == self._autocast
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, value in (*((str(k), v) for k, v in enumerate(args)), *kwargs.items()):
-            planned = self._sizes.get(name)
-            if planned is not None and isinstance(value, torch.Tensor) and value.numel() > planned:
-                shape = list(value.shape)
-                self._tell_of_circumstances(
-                    f"with argument {name!r} of shape {shape}, more elements than planned ({planned})"
-                )
-                return
+        """Warn of a batch that is larger than each of those planned for, in whatever dimension."""
+        named = (*((str(k), v) for k, v in enumerate(args)), *kwargs.items())
+        given = {name: tuple(value.shape) for name, value in named if isinstance(value, torch.Tensor)}
+        larger = [[name for name in given if _is_larger(given[name], planned.get(name))] for planned in self._shapes]
+        if all(larger):
+            name = larger[0][0]
+            planned = " or ".join(str(list(shapes[name])) for shapes in self._shapes)
+            self._tell_of_circumstances(
+                f"with argument {name!r} of shape {list(given[name])}, larger than planned ({planned})"
+            )
 
     def _tell_of_circumstances(self, difference: str) -> None:
         self._circumstances_told = True
@@ -97,5 +100,10 @@ class Expected:
         )
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def _is_larger(shape: tuple[int, ...], planned: tuple[int, ...] | None) -> bool:
+    """Say whether a tensor is larger in some dimension than planned; with other dimensions, whether in elements."""
+    if planned is None:
+        return False
+    if len(shape) != len(planned):
+        return torch.Size(shape).numel() > torch.Size(planned).numel()
+    return any(size > most for size, most in zip(shape, planned, strict=True))

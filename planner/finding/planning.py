@@ -11,7 +11,7 @@ from torch import nn
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
 from ...profiler.profiling import silent
-from ...profiler.step import Step
+from ...profiler.step import BatchError, Step
 from ...solvers import SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
@@ -41,9 +41,10 @@ CHECKS = 12
 
 def plan(
     model: nn.Module,
-    batch: object,
-    budget: int | str,
+    batch: object = None,
+    budget: int | str | None = None,
     *,
+    batches: Sequence[object] | None = None,
     solver: str = "auto",
     headroom: float = 0.0,
     time_limit_s: float | None = None,
@@ -62,6 +63,8 @@ def plan(
         model: The model, on the device it is trained on.
         batch: A mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor alone as one.
         budget: Most bytes at the peak of the whole step: an int, "8GiB", or "60%" of the unplanned peak.
+        batches: Several batches, in place of `batch`, that differ in sizes alone: one plan is made whose peak is under
+            the budget with each of them, and the added time least with the one that binds. Each is profiled and tried.
         solver: A name from `SOLVERS`: "auto", "dp", "ilp", "sqrt", ...
         headroom: Share of the budget to keep free.
         time_limit_s: Seconds for each solve; None stands for 20. A plan that was cut short says so, with its bound.
@@ -83,7 +86,16 @@ def plan(
     check_share("headroom", headroom)
     check_solver(solver)
     check_effort(time_limit_s, gap)
+    if budget is None:
+        raise BudgetError('budget is missing: pass bytes, "8GiB", or "60%" of the unplanned peak')
     parse_budget(budget, 1 << 40)
+    if batches is not None:
+        _check_alone(batch=batch, planner=planner, race=race)
+        # Imported here: it is made of what is here.
+        from .several import plan_for_several
+
+        effort = Effort(solver=solver, time_limit_s=time_limit_s, gap=gap, say=progress or silent)
+        return plan_for_several(model, batches, budget, effort, headroom=headroom, check=check, step=step)
     if planner is None:
         planner = Planner.of(model, batch, progress=progress, **step)
     else:
@@ -98,6 +110,20 @@ def plan(
         race=race,
         progress=progress,
     )
+
+
+def _check_alone(**others: object) -> None:
+    """Refuse what cannot be given together with several batches.
+
+    Raises:
+        BatchError: `batch` is given, too.
+        PlanError: `planner` or `race` is, which are about one batch.
+    """
+    if others.pop("batch") is not None:
+        raise BatchError("batch and batches are both given: put the batch among the others, batches=[batch, ...]")
+    for name, value in others.items():
+        if value:
+            raise PlanError(f"{name}= is about one batch, and batches= are several: leave it out")
 
 
 def check_solver(solver: str) -> None:
@@ -301,11 +327,11 @@ class Planner:
             try:
                 draft = planner.search.best(target, effort)
             except DryRunFailedError as failed:
-                planner = planner._without(planner._faults_of(failed, effort, check=check))
+                planner = planner.without(planner._faults_of(failed, effort, check=check))
                 continue
-            checked = planner._checked(draft.segments, effort) if check else Checked()
+            checked = planner.tried(draft.segments, effort) if check else Checked()
             if checked.faults:
-                planner = planner._without(checked.faults)
+                planner = planner.without(checked.faults)
                 continue
             measured = draft.with_missed(planner.search.dry_runs.missed_bytes(draft.dry_run, checked.peak_bytes))
             if draft.peak_bytes <= target and measured.peak_bytes > limit:
@@ -313,6 +339,24 @@ class Planner:
                 continue
             return Found(planner=planner, draft=measured, notes=(checked.unchecked,))
         return Found(planner=planner, draft=planner.search.unplanned())
+
+    def tried(self, segments: tuple[PlannedSegment, ...], effort: Effort) -> Checked:
+        """Run segments for real against the unmodified step, where they can be."""
+        card = self.session.card
+        if card is not None:
+            return Checked(unchecked=f"the plan was not tried on a real step: it was made for {card.name} without one")
+        effort.say(f"running {len(segments)} segments against the unmodified step")
+        return self.checker.check(self.session.step, segments, self.search.dry_runs.whole_step_bytes())
+
+    def without(self, faults: Sequence[Fault]) -> Planner:
+        """Return a planner of the same step that offers no segment around the faulty ones any more."""
+        bridge = self.bridge
+        for fault in faults:
+            calls = frozenset((c.module, c.index) for segment in fault.segments for c in segment.members)
+            name = ", ".join(str(segment) for segment in fault.segments)
+            refusal = Refusal(name, f"computes something else in a replay ({fault.reason})")
+            bridge = bridge.without(RefusedCalls(calls=calls, refusal=refusal))
+        return self.with_bridge(bridge)
 
     def repriced(self, profile: Profile) -> Planner:
         """Return a planner of the same step by other times."""
@@ -367,13 +411,6 @@ class Planner:
     def __repr__(self) -> str:
         return f"<Planner of {self.profile!r}>"
 
-    def _checked(self, segments: tuple[PlannedSegment, ...], effort: Effort) -> Checked:
-        card = self.session.card
-        if card is not None:
-            return Checked(unchecked=f"the plan was not tried on a real step: it was made for {card.name} without one")
-        effort.say(f"running {len(segments)} segments against the unmodified step")
-        return self.checker.check(self.session.step, segments, self.search.dry_runs.whole_step_bytes())
-
     def _faults_of(self, failed: DryRunFailedError, effort: Effort, *, check: bool) -> Sequence[Fault]:
         """Return the segments to blame for a dry run that failed: as a real step tells, else as dry runs do.
 
@@ -382,21 +419,11 @@ class Planner:
         """
         if not failed.segments:
             raise failed.cause
-        faults = self._checked(failed.segments, effort).faults if check else ()
+        faults = self.tried(failed.segments, effort).faults if check else ()
         return faults or [
             Fault(segments=guilty.segments, reason=f"it raises {guilty}")
             for guilty in self.search.dry_runs.guilty(failed)
         ]
-
-    def _without(self, faults: Sequence[Fault]) -> Planner:
-        """Return a planner of the same step that offers no segment around the faulty ones any more."""
-        bridge = self.bridge
-        for fault in faults:
-            calls = frozenset((c.module, c.index) for segment in fault.segments for c in segment.members)
-            name = ", ".join(str(segment) for segment in fault.segments)
-            refusal = Refusal(name, f"computes something else in a replay ({fault.reason})")
-            bridge = bridge.without(RefusedCalls(calls=calls, refusal=refusal))
-        return self.with_bridge(bridge)
 
     def _check_race(self, race: object) -> None:
         if not isinstance(race, int) or isinstance(race, bool) or race < 0:

@@ -25,6 +25,8 @@ from .writing import plan_of
 
 if TYPE_CHECKING:
     from ...solvers import Segment, Solution
+    from ..plan import PlannedSegment
+    from .search import Draft
 
 SOLVER, STATUS = "edited", "priced"
 """What a priced plan has for its solver and status."""
@@ -74,16 +76,8 @@ def price(
 
 
 def _priced(plan: Plan, planner: Planner, say: Callable[[str], None]) -> Plan:
-    named = NamedSegments(planner.profile, plan.segments)
-    bridge = planner.bridge.of_named(named)
-    planner = planner.with_bridge(bridge)
-    solution = _solution(bridge, named.segments())
-    say(f"dry run of {solution.count_segments()} segments")
-    with unplanned(planner.session.step.model), planner.session.step.guard.undisturbed():
-        try:
-            draft = planner.search.draft(solution)
-        except DryRunFailedError as failed:
-            raise failed.cause from None
+    say(f"dry run of {len(plan.segments)} segments")
+    draft = drafted(planner, plan.segments)
     priced = plan_of(
         Found(planner=planner, draft=draft, notes=(_NOTE,)),
         budget_bytes=draft.peak_bytes,
@@ -97,6 +91,27 @@ def _priced(plan: Plan, planner: Planner, say: Callable[[str], None]) -> Plan:
         solver=SOLVER,
         status=STATUS,
     )
+
+
+def drafted(planner: Planner, segments: tuple[PlannedSegment, ...]) -> Draft:
+    """Dry-run segments that are given by name, and price them.
+
+    Args:
+        planner: A planner of the step.
+        segments: The segments.
+
+    Raises:
+        PlanError: A segment is not of this step, cannot be replayed, or does not go together with another.
+    """
+    named = NamedSegments(planner.profile, segments)
+    bridge = planner.bridge.of_named(named)
+    planner = planner.with_bridge(bridge)
+    solution = _solution(bridge, named.segments())
+    with unplanned(planner.session.step.model), planner.session.step.guard.undisturbed():
+        try:
+            return planner.search.draft(solution)
+        except DryRunFailedError as failed:
+            raise failed.cause from None
 
 
 def _step_of(plan: Plan, model: nn.Module, given: StepKeywords) -> StepKeywords:

@@ -76,7 +76,7 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
     )
 
 
-def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str) -> InfeasibleBudgetError:
+def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str, of: str = "") -> InfeasibleBudgetError:
     """Return the error that says that nothing fits: the least peak, its plan, and what holds it there.
 
     Args:
@@ -84,6 +84,7 @@ def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str)
         budget_bytes: The budget that was asked for, headroom included.
         headroom: Share of it that was to be kept free.
         solver: The solver that was asked.
+        of: With which of several batches the peak is reached, "" where there is one.
     """
     planner, least = found.planner, found.draft
     plan = plan_of(found, budget_bytes=least.peak_bytes, headroom=0.0)
@@ -98,7 +99,7 @@ def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str)
     because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
     return InfeasibleBudgetError(
         f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}: the smallest peak found is "
-        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at the {holders}.{because} Raise the budget "
+        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), {of}at the {holders}.{because} Raise the budget "
         "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
         least_peak_bytes=least.peak_bytes,
         plan=plan,
@@ -137,8 +138,22 @@ def _notes(found: Found) -> tuple[str, ...]:
         draft.solution.note,
         *found.notes,
         *(f"not replayed: {words}" for words in _refusals(planner)),
+        _other_shapes(planner),
     )
     return tuple(dict.fromkeys(note for note in told if note))
+
+
+def _other_shapes(planner: Planner) -> str:
+    """Say what is promised for other shapes: of the same operators on smaller tensors, none allocates more."""
+    if planner.profile.bytes_from != "dry run":
+        return ""
+    reserved = planner.session.budget_on == "reserved"
+    what = "no more is allocated" if reserved else "the peak is no higher"
+    gaps = "; what a card reserves for shapes that vary may be more" if reserved else ""
+    return (
+        f"with a batch that is larger in no dimension {what}, if the same operators run; the added time is that of "
+        f"these shapes{gaps}"
+    )
 
 
 def _held_output(planner: Planner) -> str:

@@ -77,6 +77,8 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"({plan.times_from})",
         markup=False,
     )
+    for entry in plan.batches:
+        console.print(f"  {entry}", markup=False)
     if not plan.segments:
         console.print("No segments: the step fits the budget as it is.")
     else:

@@ -49,7 +49,7 @@ class Subject:
             raise FactoryError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
         def moved(batch: object) -> object:
-            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+            return _moved(batch, device)
 
         make_batch = self.batch
 
@@ -116,6 +116,22 @@ def load_subject(spec: str, device: str | None = None, *, seed: int = 0) -> Subj
     return subject.to(device) if device is not None else subject
 
 
+def load_batches(spec: str, device: str | None = None) -> Sequence[object]:
+    """Import a function that returns batches and call it.
+
+    Args:
+        spec: "FILE.py:FUNCTION" or "package.module:FUNCTION".
+        device: As in `load_subject`.
+
+    Raises:
+        FactoryError: There is no such function, it raises, or it returns no list.
+    """
+    batches = _guarded(spec, load_function(spec))
+    if not isinstance(batches, list):
+        raise FactoryError(f"{spec}: it returns a {type(batches).__name__}, not a list of batches")
+    return batches if device is None else _moved(batches, device)
+
+
 def load_function(spec: str) -> Callable[..., Any]:
     """Import a function.
 
@@ -155,6 +171,10 @@ def autocast(subject: Subject, asked: str | None, planned: Mapping[str, str]) ->
         for where, dtype in wanted.items():
             stack.enter_context(torch.autocast(where, getattr(torch, dtype)))
         yield
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
 
 
 def _few(names: Sequence[str]) -> str:
