@@ -266,7 +266,7 @@ def test_the_largest_batch_of_a_model_that_is_not_there_is_predicted():
         solver="dp",
     )
     assert [entry.fits for entry in found.tried] == [True, True, False]
-    assert "is predicted to train" in repr(found)
+    assert "samples/s predicted" in repr(found)
     assert found.table().splitlines()[-1] == f"step times estimated: roofline of {CARD}, nothing was run"
 
 
