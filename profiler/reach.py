@@ -223,9 +223,10 @@ class Reach:
             self._add_place(Cell(cell, key), here, f", its variable {key!r}")
         self._meet(function.__defaults__, here, ", its defaults")
         self._meet(function.__kwdefaults__, here, ", its defaults")
-        self._expand_attributes(function)
         if _is_library(function.__module__ or ""):
+            # Torch notes on its own functions, at their first call, how a compiler is to take them.
             return
+        self._expand_attributes(function)
         known = function.__globals__
         names, stored = _names_in(function.__code__)
         for key in names:

@@ -1,6 +1,7 @@
 """Planning and verifying disturb nothing that a step reaches, wherever it is; the audit in conftest looks on."""
 
 import functools
+import inspect
 import itertools
 import types
 import weakref
@@ -13,6 +14,7 @@ from remat.planner.show.report import report_html
 from remat.profiler import BatchError, DisturbedError, profile
 from remat.profiler.reach import Reach
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .audit import differences, picture
 
@@ -423,3 +425,24 @@ def test_what_moved_once_by_chance_is_not_said_to_be_left_otherwise():
         clock.calls = 0
         found = verify(model, batch, made, loss=loss, repeats=0)
         assert found.exact, (moves, found)
+
+
+class Names(nn.Module):
+    """A model whose forward may checkpoint by itself, as those of transformers may."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.checkpoints = stack(), False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def test_what_torch_notes_on_its_own_functions_when_they_are_first_called_is_no_difference():
+    """A planned step is what calls torch's checkpoint first."""
+    vars(inspect.getclosurevars(checkpoint).nonlocals["fn"]).pop("__dynamo_disable", None)
+    made = plan(Names(), X, "100%", solver="all", loss=square, repeats=0)
+    assert [str(segment.members[0]) for segment in made.segments] == [f"blocks.{number}" for number in range(4)]
+    assert not any("not replayed" in note for note in made.notes)
