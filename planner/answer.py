@@ -59,8 +59,18 @@ class Answer:
 
     @property
     def per_second(self) -> float:
-        """Return how many tokens or samples a rank trains in a second; the optimizer's step is not in it."""
+        """Return how many tokens or samples a rank trains in a second, without what `left_out` names."""
         return self.counted[0] / (max(1, self.planned_step_ns) * 1e-9)
+
+    @property
+    def left_out(self) -> str:
+        """Name what a step of a training run takes that is in no time here."""
+        left = ["the optimizer's step"]
+        if self.plan.ranks > 1:
+            left.append("collectives")
+        if self.plan.circumstances.card:
+            left.append("launching kernels")
+        return ", ".join(left)
 
     @property
     def planned_step_ns(self) -> int:
@@ -81,7 +91,7 @@ class Answer:
             ("without a plan", _bytes(plan.unplanned_peak_bytes)),
             ("added time", added),
             ("step", f"{self.planned_step_ns / 1e9:.3g} s of forward and backward ({self.step_time_from})"),
-            ("speed", f"{self.per_second:,.4g} {unit}/s{each}, the optimizer's step left out"),
+            ("speed", f"{self.per_second:,.4g} {unit}/s{each}; left out: {self.left_out}"),
             ("what sets the limit", self.peak_words),
             ("solver", f"{plan.solver or 'none'}, {plan.status}"),
         ]

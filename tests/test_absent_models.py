@@ -278,10 +278,16 @@ def test_the_answer_is_a_page_of_predictions(budget, verdict):
     assert f"? {verdict}. All figures are predicted; nothing was run." in page
     assert "2.1 million parameters" in page
     assert "measured" not in page
-    assert f"{found.per_second:,.4g} samples/s" in page
+    assert f"{found.per_second:,.4g} samples/s; left out: the optimizer's step, launching kernels |" in page
     assert found.per_second == pytest.approx(1e9 * ROWS / found.planned_step_ns)
     assert "the driver's context" in page
     assert found.peak_words in page
+
+
+def test_with_several_ranks_the_speed_leaves_collectives_out_by_name():
+    model, batch = absent("meta")
+    found = answer(model, batch, "100%", loss=mean_square, device=CARD, solver="none", ranks=4, units=list(model))
+    assert found.left_out == "the optimizer's step, collectives, launching kernels"
 
 
 def test_tokens_are_counted_where_the_batch_holds_ids():

@@ -1,6 +1,7 @@
 """Trainers that plan at their first batch train as they do without: the same curves, weights and files."""
 
 import random
+import warnings
 
 import lightning
 import numpy as np
@@ -369,6 +370,24 @@ def test_a_loop_with_accelerate_and_a_plan_trains_as_without(planned_times):
     assert same_values(model, plain)
     assert applied is not None
     assert len(planned_times) == 1
+
+
+def test_in_training_the_first_batch_longer_than_planned_is_told_once():
+    model = gpt2().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told = []
+    for rows, length in ((4, 32), (2, 32), (4, 16), (4, 48), (4, 64)):
+        ids = torch.randint(64, (rows, length))
+        batch = {"input_ids": ids, "labels": ids}
+        plan_once(model, batch, "70%", optimizer=optimizer, **QUICK)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [(length, str(warning.message)) for warning in caught]
+    assert [length for length, _ in told] == [48]
+    assert "'input_ids' of shape [4, 48], larger than planned ([4, 32])" in told[0][1]
 
 
 def states():
