@@ -21,7 +21,9 @@ from .ranks import Ranks, sharded
 from .recorded_as import recorded_as
 from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
+from .shortened import NotAlikeError, Run, left_out
 from .snapshot import DisturbedError
+from .splicing import Shortened, lengthened
 from .step import BatchError, Step, carried_loss
 from .step_record import StepRecord
 
@@ -121,6 +123,7 @@ def dry_run(
     planned: bool = False,
     ranks: Ranks | None = None,
     card: Card | None = None,
+    runs: tuple[Run, ...] = (),
 ) -> StepRecord:
     """Record one step (forward, loss, backward) on fake tensors.
 
@@ -136,8 +139,10 @@ def dry_run(
         planned: Whether a plan is applied to the model.
         ranks: How the model is divided over processes: the step is then that of one of them.
         card: The card whose operators are recorded, though tensors are fake ones of the CPU; None is the CPU itself.
+        runs: Runs of identical blocks, of which most are not run but written into the record.
 
     Raises:
+        NotAlikeError: These blocks' part of the record cannot be known without running them.
         DryRunError: The model does something that fake tensors cannot follow, such as `.item()` on an activation.
     """
 
@@ -150,13 +155,14 @@ def dry_run(
             forward_only=forward_only,
             planned=planned,
             is_sharded=ranks is not None,
+            runs=runs,
         )
 
     with _no_collection(), _quiet():
         try:
             with nullcontext() if card is None else recorded_as(card):
                 return on_fakes(step, record, ranks=ranks)
-        except (BatchError, DisturbedError):
+        except (BatchError, DisturbedError, NotAlikeError):
             raise
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -172,6 +178,7 @@ def record_step(
     forward_only: bool = False,
     planned: bool = False,
     is_sharded: bool = False,
+    runs: tuple[Run, ...] = (),
 ) -> StepRecord:
     """Record one step on whatever tensors the model and the batch are made of.
 
@@ -184,6 +191,7 @@ def record_step(
             operators let go of them.
         planned: Leave saving to the segments applied to the model; who saves what is then not noted.
         is_sharded: Hooks gather the model's parameters, and belong to the calls they are around.
+        runs: As for `dry_run`.
     """
     model = step.model
     device = next(model.parameters()).device
@@ -198,7 +206,8 @@ def record_step(
         recorder.identify(buffer, "buffer", name)
     for tensor in step.tensors():
         recorder.identify(tensor, "batch")
-    with recorder, recorder.watch(model, step.repeatable_hooks, around_hooks=is_sharded):
+    fixed = len(recorder.lives)
+    with recorder, recorder.watch(model, step.repeatable_hooks, around_hooks=is_sharded), left_out(model, runs):
         saving = nullcontext() if planned else recorder.saving(drop=forward_only)
         with saving, torch.enable_grad():
             output = step.forward()
@@ -214,6 +223,8 @@ def record_step(
             if parameter.grad is not None:
                 recorder.became_gradient(parameter.grad, name)
     record = recorder.finish()
+    if runs:
+        record = lengthened(Shortened(record=record, met=tuple(recorder.met), fixed=fixed), runs)
     return record if scratch is None else scratch.fill_in(record)
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "is_annotation",
     "is_cached_function",
     "is_compiled",
+    "is_in_backward",
     "is_operator",
     "is_plain_tensor",
     "kineto_events",
@@ -75,6 +76,11 @@ def autograd_sequence() -> int:
     """Return the number of the autograd node now in backward, or else of the next one that forward makes."""
     node = torch._C._current_autograd_node()
     return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+
+
+def is_in_backward() -> bool:
+    """Return whether a node of autograd's graph is in backward on this thread."""
+    return torch._C._current_autograd_node() is not None
 
 
 def made_by_function(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,8 +20,10 @@ from .ranks import Ranks
 from .record_times import RecordTimes, predicted_times, time_record, times_of_whole
 from .records import Parts, Profile
 from .repeatable_hooks import Repeatable
+from .repetition import identical_blocks
 from .results import Results, run_steps
 from .scratch import ScratchMeter
+from .shortened import NotAlikeError, Role, runs_of
 from .stages import cut
 from .step import BatchError, Loss, Step, check_eager, check_present
 from .step_record import Operator, StepRecord, Storage
@@ -41,6 +43,9 @@ class Session:
         card: The card that the step is recorded for and never run on; None where it is run here.
         ranks: How the model is divided over processes; the step is then that of one of them.
         left: What recording it last left in Python's objects, as in `Results.left`.
+        shortens: Of identical blocks most may be left out of dry runs, and be written into the record.
+        is_shortened: The unmodified step was last recorded so.
+        identical: The identical blocks of the unmodified model, by run.
     """
 
     step: Step
@@ -51,6 +56,9 @@ class Session:
     card: Card | None = None
     ranks: Ranks | None = None
     left: dict[str, object] = field(default_factory=dict)
+    shortens: bool = True
+    is_shortened: bool = False
+    identical: tuple[tuple[str, ...], ...] = ()
 
     @property
     def place(self) -> Device:
@@ -78,9 +86,21 @@ class Session:
         return str(self.device) if self.card is None else f"{self.card.name} (not there: predicted)"
 
     def record(
-        self, method: Literal["dry run", "real step"], *, forward_only: bool = False, planned: bool = False
+        self,
+        method: Literal["dry run", "real step"],
+        *,
+        forward_only: bool = False,
+        planned: bool = False,
+        role: Role | None = None,
     ) -> StepRecord:
-        """Record the step as the model is now, with or without a plan applied; `forward_only` as in `record_step`."""
+        """Record the step as the model is now, with or without a plan applied.
+
+        Args:
+            method: On what.
+            forward_only: As in `record_step`.
+            planned: A plan is applied.
+            role: What the plan has in store for blocks: those left out must have it in common. None runs all of them.
+        """
         options: dict[str, Any] = {
             "accumulation": self.accumulation and not forward_only,
             "round_to": self.round_to,
@@ -89,16 +109,35 @@ class Session:
             "planned": planned,
         }
         guard = self.step.guard
+        shortened = False
         if method == "dry run":
-            record = dry_run(self.step, **options, ranks=self.ranks, card=self.card)
+            with guard.undisturbed():
+                record, shortened = self._dry_run(options, role)
         elif self.ranks is not None:
             raise BatchError("a step that cannot run on fake tensors cannot be recorded as one of several ranks")
         else:
             with guard.preserved():
                 record = record_step(replace(self.step, beside=guard.beside(self.step.model)), **options)
         if not (planned or forward_only):
-            self.left = guard.left
+            self.left, self.is_shortened = guard.left, shortened
         return record
+
+    def _dry_run(self, options: dict[str, Any], role: Role | None) -> tuple[StepRecord, bool]:
+        """Record a dry run; say also whether identical blocks were left out of it."""
+        guard, planned = self.step.guard, options["planned"]
+        shortens = self.shortens and self.ranks is None and not guard.now.stepping_hooks
+        if shortens and not planned:
+            self.identical = identical_blocks(self.step.model)
+        shortens = shortens and (role is not None or not planned)
+        runs = runs_of(self.step.model, self.identical, role) if shortens else ()
+        if runs:
+            with suppress(NotAlikeError, DryRunError):
+                record = dry_run(self.step, **options, card=self.card, runs=runs)
+                # What blocks leave behind in Python's objects is compared block by block.
+                if not guard.left:
+                    return record, True
+            self.shortens = planned
+        return dry_run(self.step, **options, ranks=self.ranks, card=self.card), False
 
 
 def open_session(
@@ -224,6 +263,8 @@ def _profile(
             runs_whole = False
             session.reference = None
             notes.append(f"memory ran out in a real step, of which nothing was measured: {_first_line(error)}")
+    if session.is_shortened:
+        recording, unsaved = _as_it_runs(session, recording, unsaved)
     if session.card is None:
         session.place.release_cached()
         session.scratch.measure_alone()
@@ -312,6 +353,29 @@ def _used_once(session: Session, recording: StepRecord, changes: Sequence[str], 
         notes.append(f"memory ran out in a first forward; what it makes is counted in every step: {_first_line(error)}")
         return False
     return True
+
+
+def _as_it_runs(session: Session, recording: StepRecord, unsaved: StepRecord) -> tuple[StepRecord, StepRecord]:
+    """Compare a record of which blocks were written, not run, with a step that ran them; where it differs, run them.
+
+    A block may do something else than those before it although it looks the same, by its number in the stack. That is
+    seen in a real step, operator by operator, or else in a forward on fake tensors.
+    """
+    if session.scratch.ran:
+        same = recording.scratch_keys == session.scratch.ran
+    else:
+        session.shortens = False
+        unsaved = session.record("dry run", forward_only=True)
+        same = list(map(_work, recording.operators[: recording.loss_stop])) == list(map(_work, unsaved.operators))
+        session.shortens = same
+    if same:
+        return recording, unsaved
+    session.shortens = False
+    return session.record("dry run"), session.record("dry run", forward_only=True)
+
+
+def _work(operator: Operator) -> tuple[object, ...]:
+    return operator.operator, operator.call, operator.reads, operator.produces, operator.output_bytes, operator.flops
 
 
 def _learn(session: Session) -> int:

@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         lives: The storages met so far.
+        met: By storage, how many operators there had been.
         forward_stop: Operators of the model's forward, once it has ended.
         loss_stop: Operators of forward and loss, once they have ended.
         loss_is_assumed: See `StepRecord`.
@@ -115,6 +116,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.lives: list[_Life] = []
+        self.met: list[int] = []
         self.forward_stop = self.loss_stop = 0
         self.loss_is_assumed = False
         self._operators: list[Operator] = []
@@ -219,6 +221,7 @@ class Recorder(TorchDispatchMode):
         nbytes = -(-nbytes // self._round_to) * self._round_to
         stream = self._streams.setdefault(self._stream(), len(self._streams))
         self.lives.append(_Life(nbytes, born, kind, name, stream))
+        self.met.append(self.count)
         self._index_of[key] = index
 
         def died(_: object) -> None:

@@ -31,6 +31,8 @@ _NEW_ALONE = frozenset(
     }
 )
 """The same, for calls that a step which was run did not have: mixed precision on ranks brings other types."""
+_NOT_RECORDED = ("aten.detach.default", "prim.")
+"""Beginnings of the names of calls that are in no record."""
 
 
 class ScratchMeter:
@@ -38,10 +40,13 @@ class ScratchMeter:
 
     Attributes:
         unmeasured: Calls for which memory ran out while they were measured alone.
+        ran: What the calls of the last real step are known under, in order, without those that a record leaves out;
+            empty where none was run.
     """
 
     def __init__(self) -> None:
         self.unmeasured: list[str] = []
+        self.ran: tuple[str, ...] = ()
         self._known: dict[str, int] = {}
         self._alone: dict[str, tuple[Callable[[], Any], torch.device]] = {}
         self._names: frozenset[str] | None = None
@@ -69,6 +74,9 @@ class ScratchMeter:
         marker = _Keys()
         whole, *windows = allocations_inside(lambda run: run(lambda: marker.run(run, train)), device)
         assert len(windows) == len(marker.keys), "torch.profiler dropped operators"
+        self.ran = tuple(
+            key for name, key in zip(marker.names, marker.keys, strict=True) if not name.startswith(_NOT_RECORDED)
+        )
         for key, (peak, net) in zip(marker.keys, windows, strict=True):
             self._known[key] = max(self._known.get(key, 0), peak - max(net, 0))
         self._names = frozenset(

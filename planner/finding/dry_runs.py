@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -140,7 +142,7 @@ class DryRuns:
         model = self.session.step.model
         try:
             with unplanned(model), apply_segments(model, segments, training=model.training):
-                record = self.session.record(self.profile.bytes_from, planned=True)
+                record = self.session.record(self.profile.bytes_from, planned=True, role=partial(_role, segments))
                 left = self.session.step.guard.left
                 measured = self._measured_bytes()
         except Exception as error:
@@ -192,6 +194,37 @@ class DryRuns:
         regions = sum(1 for segment in segments for _ in segment.walk())
         random_state = (regions + 1) * torch.get_rng_state().nbytes if regions else 0
         return self.profile.unseen_bytes + random_state
+
+
+def _role(segments: tuple[PlannedSegment, ...], block: str) -> Hashable:
+    """Return what a plan has in store for a block: the same for two of which one can be known from the other.
+
+    Those are the segments within it, by what they are called there, and those it is in. The save set of one around
+    several blocks counts operators over all of them, and a segment may begin in one block and end in another: such
+    blocks have nothing in common with others.
+    """
+    prefix = f"{block}."
+    found: list[Hashable] = []
+    for number, segment in enumerate(found for top in segments for found in top.walk()):
+        names = [f"{member.module}." if member.module else "" for member in segment.members]
+        within = [name for name in names if name.startswith(prefix)]
+        around = within == [prefix] if len(names) > 1 else prefix.startswith(names[0]) and prefix != names[0]
+        if within and len(within) == len(names):
+            found.append(_renamed(segment, block))
+        elif around and not segment.save:
+            found.append(number)
+        elif within or any(prefix.startswith(name) for name in names):
+            return block
+    return tuple(found)
+
+
+def _renamed(segment: PlannedSegment, block: str) -> PlannedSegment:
+    return replace(
+        segment,
+        members=tuple(replace(member, module=member.module[len(block) :]) for member in segment.members),
+        children=(),
+        restored_buffers=tuple(name[len(block) :] for name in segment.restored_buffers),
+    )
 
 
 def _left_error(segments: tuple[PlannedSegment, ...], left: list[str]) -> ApplyError:

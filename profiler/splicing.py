@@ -1,0 +1,450 @@
+"""Write the blocks that a shortened step left out into its record.
+
+The record is a line of operators. Each operator belongs to a block of the run, or to none; a step goes along the run
+several times (forward, replays, backward), each time in the blocks' order or against it: these are its sweeps. What the
+second and the third block do must be the same in every sweep, after renaming: operators, what they read and make, how
+long that lives, and the calls. Then it is what every block left out does between them, and it is written there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from .shortened import FIRST, LAST, NotAlikeError, Run
+from .step_record import ModuleCall, Operator, StepRecord, Storage
+
+_KEPT = FIRST + LAST
+_PATTERN = FIRST - 1
+"""The block that is copied: the last of those run at the beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """Hold the record of a shortened step, with what is needed to lengthen it.
+
+    Attributes:
+        record: The record.
+        met: By storage, how many operators there had been when it was met.
+        fixed: Storages known before the first operator.
+    """
+
+    record: StepRecord
+    met: tuple[int, ...]
+    fixed: int
+
+
+def lengthened(short: Shortened, runs: Sequence[Run]) -> StepRecord:
+    """Return the record of the whole step.
+
+    Raises:
+        NotAlikeError: The blocks run do not show what those left out would do.
+    """
+    _check_findings(short.record, runs)
+    for run in runs:
+        short = _Splice(short, run).lengthened()
+    return short.record
+
+
+def _check_findings(record: StepRecord, runs: Sequence[Run]) -> None:
+    blocks = tuple(f"{name}." for run in runs for name in run.names)
+    for call in record.calls:
+        if any(f"{call.module}.".startswith(blocks) or finding.startswith("draws from") for finding in call.findings):
+            raise NotAlikeError("a block changes something besides its output, or layers may be dropped at random")
+
+
+class _Place(NamedTuple):
+    """Where something is: in which sweep, at which block, and which of the things there."""
+
+    sweep: int
+    block: int
+    offset: int
+
+
+class _Line:
+    """A list of things, cut into the blocks' parts in every sweep; copies of the pattern's parts are put into it.
+
+    Args:
+        count: How many things there are.
+        parts: By sweep and block, the first thing and the one past the last.
+        ascending: By sweep, whether it goes in the blocks' order.
+        copies: How many blocks are left out.
+        dropped: Things that are taken out: what stands for the blocks left out.
+
+    Attributes:
+        order: By new number, the old one, or the number of the block left out and the old one of what is copied.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        parts: list[list[tuple[int, int]]],
+        ascending: list[bool],
+        copies: int,
+        dropped: frozenset[int] = frozenset(),
+    ) -> None:
+        self.parts = parts
+        self._place: list[_Place | None] = [None] * count
+        for sweep, blocks in enumerate(parts):
+            for block, (start, stop) in enumerate(blocks):
+                for position in range(start, stop):
+                    self._place[position] = _Place(sweep, block, position - start)
+            lengths = {blocks[block][1] - blocks[block][0] for block in (_PATTERN - 1, _PATTERN, _PATTERN + 1)}
+            if len(lengths) > 1:
+                raise NotAlikeError("blocks run different operators")
+        self.order: list[int | tuple[int, int]] = []
+        self._kept: list[int] = []
+        self._starts: dict[tuple[int, int], int] = {}
+        inserted: dict[int, list[int]] = {}
+        for sweep, blocks in enumerate(parts):
+            inserted.setdefault(blocks[_PATTERN][1 if ascending[sweep] else 0], []).append(sweep)
+        for position in range(count + 1):
+            for sweep in inserted.get(position, ()):
+                start, stop = parts[sweep][_PATTERN]
+                for number in range(copies) if ascending[sweep] else reversed(range(copies)):
+                    self._starts[sweep, number] = len(self.order)
+                    self.order += [(number, thing) for thing in range(start, stop)]
+            self._kept.append(len(self.order))
+            if position < count and position not in dropped:
+                self.order.append(position)
+
+    def place(self, position: int) -> _Place | None:
+        """Return where a thing is; None outside of all blocks."""
+        return self._place[position] if 0 <= position < len(self._place) else None
+
+    def kept(self, position: int) -> int:
+        """Return the new number of a thing that was there, or of the end; what is below 0 stays."""
+        return self._kept[position] if position >= 0 else position
+
+    def start(self, place: _Place, copy: int | None) -> int:
+        """Return the new number of the first thing of a part, or of its copy in a block left out."""
+        if copy is None:
+            return self.kept(self.parts[place.sweep][place.block][0])
+        return self._starts[place.sweep, copy]
+
+    def relative(self, position: int | None, block: int) -> Hashable:
+        """Name a thing as seen from a block: the same name means the same, seen from another one."""
+        place = None if position is None else self.place(position)
+        if place is None:
+            return position
+        if abs(place.block - block) > 1:
+            raise NotAlikeError("a block refers to what is more than one block away")
+        return place.sweep, place.block - block, place.offset
+
+    def seen_from(self, position: int, block: int | None, copy: int | None, copies: int) -> int:
+        """Return the new number of what something refers to.
+
+        Args:
+            position: What is referred to.
+            block: The block that refers to it; None outside.
+            copy: The number of the block left out, where the reference is in a copy.
+            copies: How many blocks are left out.
+        """
+        place = self.place(position)
+        if place is None:
+            return self.kept(position)
+        step = 0 if block is None else place.block - block
+        if copy is not None:
+            seen = copy + step
+        elif block is None:
+            if place.block in (_PATTERN - 1, _PATTERN):
+                raise NotAlikeError("something outside of the blocks uses what is inside of one")
+            return self.kept(position)
+        elif (block > _PATTERN) == (place.block > _PATTERN):
+            return self.kept(position)
+        else:
+            seen = copies - 1 if block > _PATTERN else 0
+        if abs(step) > 1:
+            raise NotAlikeError("a block refers to what is more than one block away")
+        if seen < 0:
+            return self.kept(self.parts[place.sweep][_PATTERN][0] + place.offset)
+        return self.kept(position) if seen == copies else self._starts[place.sweep, seen] + place.offset
+
+
+class _Splice:
+    """Put one run's blocks that were left out into a record."""
+
+    def __init__(self, short: Shortened, run: Run) -> None:
+        self._short, self._record, self._run = short, short.record, run
+        self._copies = len(run.left_out)
+        self._prefixes = {f"{name}.": block for block, name in enumerate(run.kept)}
+        self._left_out = tuple(f"{name}." for name in run.left_out)
+        record = self._record
+        called = [self._block_of(call.module) for call in record.calls]
+        parts, ascending = self._sweeps(self._blocks_of_operators(called))
+        self._operators = _Line(len(record.operators), parts, ascending, self._copies)
+        self._storages = _Line(len(record.storages), self._parts_of_storages(parts), ascending, self._copies)
+        dropped = frozenset(
+            number for number, call in enumerate(record.calls) if f"{call.module}.".startswith(self._left_out)
+        )
+        calls = self._parts_of_calls(called, dropped, len(parts))
+        self._calls = _Line(len(record.calls), calls, ascending, self._copies, dropped)
+        self._named = {
+            (storage.kind, storage.name): number
+            for number, storage in enumerate(record.storages[: short.fixed])
+            if storage.name
+        }
+        self._saves: list[list[int]] = [[] for _ in record.operators]
+        for number, storage in enumerate(record.storages):
+            for saver in storage.saved_by:
+                self._saves[saver].append(number)
+
+    def lengthened(self) -> Shortened:
+        """Return the record with the blocks left out."""
+        self._check()
+        record, operators = self._record, self._operators
+        made = [self._operator(thing) for thing in operators.order]
+        saved: dict[int, set[int]] = {}
+        read: dict[int, set[int]] = {}
+        written: dict[int, set[int]] = {}
+        for number, (operator, saves) in enumerate(made):
+            for kind, storages in ((saved, saves), (read, operator.reads), (written, operator.writes)):
+                for storage in storages:
+                    kind.setdefault(storage, set()).add(number)
+        storages, met = zip(*map(self._storage, self._storages.order), strict=True)
+        keys = record.scratch_keys
+        longer = replace(
+            record,
+            operators=tuple(operator for operator, _ in made),
+            calls=tuple(map(self._call, self._calls.order)),
+            storages=tuple(
+                replace(
+                    storage,
+                    saved_by=tuple(sorted(saved.get(number, ()))),
+                    read_by=tuple(sorted(read.get(number, ()))),
+                    written_by=tuple(sorted(written.get(number, ()))),
+                )
+                for number, storage in enumerate(storages)
+            ),
+            forward_stop=operators.kept(record.forward_stop),
+            loss_stop=operators.kept(record.loss_stop),
+            scratch_keys=tuple(keys[_thing(thing)[0]] for thing in operators.order) if keys else (),
+        )
+        return Shortened(record=longer, met=met, fixed=self._short.fixed)
+
+    def _block_of(self, module: str) -> int | None:
+        module = f"{module}."
+        return next((block for prefix, block in self._prefixes.items() if module.startswith(prefix)), None)
+
+    def _blocks_of_operators(self, called: list[int | None]) -> list[int | None]:
+        """Return each operator's block: where it is called, or where that is called whose gradient it computes."""
+        blocks: list[int | None] = []
+        for operator in self._record.operators:
+            if operator.call >= 0:
+                blocks.append(called[operator.call])
+            else:
+                blocks.append(blocks[operator.forward_of] if operator.forward_of >= 0 else None)
+        return blocks
+
+    @staticmethod
+    def _sweeps(blocks: list[int | None]) -> tuple[list[list[tuple[int, int]]], list[bool]]:
+        """Cut the operators into sweeps."""
+        pieces: list[tuple[int, int, int]] = []
+        start = 0
+        for block, group in groupby(blocks):
+            stop = start + sum(1 for _ in group)
+            if block is not None:
+                pieces.append((block, start, stop))
+            start = stop
+        parts: list[list[tuple[int, int]]] = []
+        ascending: list[bool] = []
+        while pieces:
+            upward = pieces[0][0] == 0
+            sweep, pieces = pieces[:_KEPT], pieces[_KEPT:]
+            if [block for block, _, _ in sweep] != (list(range(_KEPT)) if upward else list(reversed(range(_KEPT)))):
+                raise NotAlikeError("the blocks are not run one after the other")
+            if pieces and pieces[0][0] == (_KEPT - 2 if upward else 1):
+                # It turns round: the last block's operators of both ways are in one piece, and count in the first.
+                pieces.insert(0, (sweep[-1][0], sweep[-1][2], sweep[-1][2]))
+            found = [(start, stop) for _, start, stop in sorted(sweep)]
+            _adjoin(found, upward)
+            parts.append(found)
+            ascending.append(upward)
+        if not parts or not ascending[0]:
+            raise NotAlikeError("the blocks are not run one after the other")
+        return parts, ascending
+
+    def _parts_of_storages(self, parts: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        met, fixed = self._short.met, self._short.fixed
+        return [
+            [(bisect_left(met, start, lo=fixed), bisect_left(met, stop, lo=fixed)) for start, stop in blocks]
+            for blocks in parts
+        ]
+
+    def _parts_of_calls(
+        self, called: list[int | None], dropped: frozenset[int], sweeps: int
+    ) -> list[list[tuple[int, int]]]:
+        calls = self._record.calls
+        found: list[list[tuple[int, int] | None]] = [[None] * _KEPT for _ in range(sweeps)]
+        for block, group in groupby(range(len(calls)), key=lambda number: -1 if number in dropped else called[number]):
+            numbers = list(group)
+            if block is None or block < 0:
+                continue
+            places = (self._operators.place(calls[number].start) for number in numbers)
+            sweep = next((place.sweep for place in places if place is not None and place.block == block), None)
+            if sweep is None or found[sweep][block] is not None:
+                raise NotAlikeError("a block's calls are not together")
+            found[sweep][block] = numbers[0], numbers[-1] + 1
+        parts: list[list[tuple[int, int]]] = []
+        for blocks in found:
+            middle = [part for part in blocks[_PATTERN - 1 : _PATTERN + 2] if part is not None]
+            if len(middle) not in (0, 3):
+                raise NotAlikeError("blocks make different calls")
+            end = len(calls)
+            parts.append([(end, end) if part is None else part for part in blocks])
+            if middle:
+                (_, first), (second, third), (fourth, _) = middle if middle == sorted(middle) else reversed(middle)
+                skipped = set(range(first, second)) | set(range(third, fourth))
+                if not skipped <= dropped:
+                    raise NotAlikeError("something is called between the blocks")
+        return parts
+
+    def _check(self) -> None:
+        """Check that what is copied is what the block before it did, and that the block after it does the same."""
+        one, two, three = _PATTERN - 1, _PATTERN, _PATTERN + 1
+        for line, pattern in (
+            (self._operators, self._operator_pattern),
+            (self._storages, self._storage_pattern),
+            (self._calls, self._call_pattern),
+        ):
+            for blocks in line.parts:
+                if [pattern(k, one) for k in range(*blocks[one])] != [pattern(k, two) for k in range(*blocks[two])]:
+                    raise NotAlikeError("a block does not do what the one before it does")
+        operators = self._record.operators
+        for blocks in self._operators.parts:
+            seen = [[_outer(operators[k]) for k in range(*blocks[block])] for block in (two, three)]
+            if seen[0] != seen[1]:
+                raise NotAlikeError("a block does not do what the one before it does")
+
+    def _reference(self, number: int, block: int) -> Hashable:
+        """Name a storage as seen from a block."""
+        storage = self._record.storages[number]
+        if number < self._short.fixed and storage.name:
+            owner = self._block_of(storage.name)
+            if owner == block:
+                return storage.kind, self._short_name(storage.name, block)
+            if owner is not None or storage.name.startswith(self._left_out):
+                raise NotAlikeError("a block uses another one's parameters")
+        return self._storages.relative(number, block)
+
+    def _short_name(self, name: str, block: int) -> str:
+        return name.removeprefix(f"{self._run.kept[block]}.") if f"{name}." != f"{self._run.kept[block]}." else ""
+
+    def _renamed(self, name: str, copy: int) -> str:
+        old, new = self._run.kept[_PATTERN], self._run.left_out[copy]
+        return f"{new}{name[len(old) :]}" if f"{name}.".startswith(f"{old}.") else name
+
+    def _operator_pattern(self, number: int, block: int) -> Hashable:
+        operator = self._record.operators[number]
+        keys = self._record.scratch_keys
+        return (
+            _outer(operator),
+            keys[number] if keys else None,
+            self._calls.relative(operator.call, block),
+            self._operators.relative(operator.forward_of, block),
+            *(
+                tuple(self._reference(storage, block) for storage in storages)
+                for storages in (operator.reads, operator.produces, operator.writes, self._saves[number])
+            ),
+        )
+
+    def _storage_pattern(self, number: int, block: int) -> Hashable:
+        storage, line = self._record.storages[number], self._operators
+        last = line.relative(storage.last, block)
+        travels = any(self._is_elsewhere(reader, block) for reader in (*storage.read_by, *storage.saved_by))
+        if travels and not isinstance(last, tuple):
+            # What one block hands to another may be collected; of which blocks is not known.
+            raise NotAlikeError("what a block returns outlives the next one")
+        name = self._short_name(storage.name, block)
+        met = line.relative(self._short.met[number], block)
+        return storage.nbytes, storage.kind, name, storage.stream, line.relative(storage.born, block), last, met
+
+    def _is_elsewhere(self, operator: int, block: int) -> bool:
+        place = self._operators.place(operator)
+        return place is None or place.block != block
+
+    def _call_pattern(self, number: int, block: int) -> Hashable:
+        call, place = self._record.calls[number], self._calls.place(number)
+        assert place is not None
+        begin, _ = self._operators.parts[place.sweep][block]
+        name = self._short_name(call.module, block)
+        outer = replace(call, module=name, parent=-1, start=call.start - begin, stop=call.stop - begin)
+        return outer, self._calls.relative(call.parent, block)
+
+    def _operator(self, thing: int | tuple[int, int]) -> tuple[Operator, tuple[int, ...]]:
+        number, copy = _thing(thing)
+        operator, place = self._record.operators[number], self._operators.place(number)
+        block = None if place is None else place.block
+
+        def storages(numbers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(self._storage_seen(k, block, copy) for k in numbers)
+
+        renumbered = replace(
+            operator,
+            call=self._calls.seen_from(operator.call, block, copy, self._copies),
+            forward_of=self._operators.seen_from(operator.forward_of, block, copy, self._copies),
+            reads=storages(operator.reads),
+            produces=storages(operator.produces),
+            writes=storages(operator.writes),
+        )
+        return renumbered, storages(self._saves[number])
+
+    def _storage_seen(self, number: int, block: int | None, copy: int | None) -> int:
+        storage = self._record.storages[number]
+        if copy is not None and number < self._short.fixed and storage.name:
+            renamed = self._renamed(storage.name, copy)
+            return self._storages.kept(self._named[storage.kind, renamed])
+        return self._storages.seen_from(number, block, copy, self._copies)
+
+    def _storage(self, thing: int | tuple[int, int]) -> tuple[Storage, int]:
+        number, copy = _thing(thing)
+        storage, place, line = self._record.storages[number], self._storages.place(number), self._operators
+        block = None if place is None else place.block
+        last = None if storage.last is None else line.seen_from(storage.last, block, copy, self._copies)
+        moved = replace(
+            storage,
+            name=storage.name if copy is None else self._renamed(storage.name, copy),
+            born=line.seen_from(storage.born, block, copy, self._copies),
+            last=last,
+            last_unsaved=last,
+        )
+        met = self._short.met[number]
+        return moved, line.seen_from(met, block, copy, self._copies) if met < len(
+            self._record.operators
+        ) else line.kept(met)
+
+    def _call(self, thing: int | tuple[int, int]) -> ModuleCall:
+        number, copy = _thing(thing)
+        call, place, line = self._record.calls[number], self._calls.place(number), self._operators
+        if place is None:
+            return replace(
+                call, parent=self._calls.kept(call.parent), start=line.kept(call.start), stop=line.kept(call.stop)
+            )
+        shift = line.start(place, copy) - line.parts[place.sweep][place.block][0]
+        return replace(
+            call,
+            module=call.module if copy is None else self._renamed(call.module, copy),
+            parent=self._calls.seen_from(call.parent, place.block, copy, self._copies),
+            start=call.start + shift,
+            stop=call.stop + shift,
+        )
+
+
+def _thing(thing: int | tuple[int, int]) -> tuple[int, int | None]:
+    return (thing, None) if isinstance(thing, int) else (thing[1], thing[0])
+
+
+def _outer(operator: Operator) -> Operator:
+    """Return an operator without what it refers to."""
+    return replace(operator, call=-1, forward_of=-1, reads=(), produces=(), writes=())
+
+
+def _adjoin(parts: list[tuple[int, int]], upward: bool) -> None:
+    """Check that nothing runs between the blocks among which others are left out."""
+    middle = parts[_PATTERN - 1 : _PATTERN + 2]
+    ordered = middle if upward else list(reversed(middle))
+    if any(before[1] != after[0] for before, after in pairwise(ordered)):
+        raise NotAlikeError("something runs between the blocks")
