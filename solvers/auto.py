@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from .chain import dp, dp_nested
+from .alike_space import alike_problem
+from .chain import alike, dp, dp_nested
 from .errors import BudgetTooSmallError
 from .integer import ilp
 from .problem import Problem
@@ -45,6 +47,34 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
             _try_ilp(problem, found, notes, left(), gap)
         nested = dp_nested.solve(problem, time_limit_s=left(), gap=gap)
         found.append(nested)
+    return _best(found, notes, started)
+
+
+def solve_alike(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0) -> Solution:
+    """Run `dp`, then `ilp` where operators may be kept, both with blocks alike, and return the better plan.
+
+    Segments inside segments are not searched so.
+
+    Args:
+        problem: The problem, with its kinds.
+        time_limit_s: As for `solve`.
+        gap: As for `solve`.
+
+    Raises:
+        BudgetTooSmallError: If no plan fits, with the one of the least peak.
+    """
+    started = time.perf_counter_ns()
+    deadline = time.perf_counter() + limit_in_force(time_limit_s)
+    found = [alike.solve(problem, time_limit_s=limit_in_force(time_limit_s), gap=gap)]
+    notes: list[str] = []
+    if found[0].added_ns:
+        left = max(0.0, deadline - time.perf_counter())
+        _try_ilp(alike_problem(problem), found, notes, left, gap, solve_ilp=ilp.solve_alike)
+    return _best(found, notes, started)
+
+
+def _best(found: list[Solution], notes: list[str], started: int) -> Solution:
+    """Return the cheapest solution, and say what the others are."""
     best = min(found, key=lambda solution: solution.added_ns)
     others = [
         f"the plan of {item.solver} ({item.status}) adds {item.added_ns / max(1, best.added_ns):.3g} times as much"
@@ -55,7 +85,14 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0
     return replace(best, wall_ns=time.perf_counter_ns() - started, note=note)
 
 
-def _try_ilp(problem: Problem, found: list[Solution], notes: list[str], limit_s: float, gap: float) -> None:
+def _try_ilp(
+    problem: Problem,
+    found: list[Solution],
+    notes: list[str],
+    limit_s: float,
+    gap: float,
+    solve_ilp: Callable[..., Solution] = ilp.solve,
+) -> None:
     """Run the integer programme where it can improve on the dynamic one and is of a size that pays."""
     choices = sum(len(candidate.operators) for candidate in problem.candidates)
     if not choices and found[0].status is Status.OPTIMAL:
@@ -64,4 +101,4 @@ def _try_ilp(problem: Problem, found: list[Solution], notes: list[str], limit_s:
         notes.append(f"ilp was not run: {choices} places for operators in candidates, more than {MOST_CHOICES}")
     else:
         # Nested segments get what is left, so the programme takes two thirds at most.
-        found.append(ilp.solve(problem, time_limit_s=limit_s * 2 / 3, gap=gap))
+        found.append(solve_ilp(problem, time_limit_s=limit_s * 2 / 3, gap=gap))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from .problem import Candidate, Operator, Problem, Tensor
+from .problem import Candidate, Kind, Operator, Problem, Tensor
 
 
 def check_problem(problem: Problem) -> None:
@@ -29,6 +29,7 @@ def check_problem(problem: Problem) -> None:
         if (candidate.start, candidate.stop) in seen:
             raise ValueError(f"candidate {candidate.start}:{candidate.stop} is listed twice")
         seen.add((candidate.start, candidate.stop))
+    _check_kinds(problem)
 
 
 def _check_tensor(index: int, tensor: Tensor, count: int) -> None:
@@ -82,3 +83,28 @@ def _check_candidate(candidate: Candidate, problem: Problem) -> None:
     barred = candidate.never_within
     if any(later <= earlier for earlier, later in pairwise(barred)) or any(stop < candidate.stop for stop in barred):
         raise ValueError(f"{name}: never_within must ascend, from {candidate.stop} on, got {barred}")
+
+
+def _check_kinds(problem: Problem) -> None:
+    for number, kind in enumerate(problem.kinds):
+        _check_kind(f"kind {number}", kind, problem)
+    blocks = sorted((bounds[0], bounds[-1]) for kind in problem.kinds for bounds in kind.bounds)
+    for (_, stop), (start, _) in pairwise(blocks):
+        if start < stop:
+            raise ValueError(
+                f"blocks to be treated alike overlap: one ends at stage {stop}, the next starts at {start}"
+            )
+
+
+def _check_kind(name: str, kind: Kind, problem: Problem) -> None:
+    if len({len(bounds) for bounds in kind.bounds}) != 1 or len({len(own) for own in kind.operators}) > 1:
+        raise ValueError(f"{name}: its blocks need as many boundaries and operators each")
+    if len(kind.operators) != len(kind.bounds):
+        raise ValueError(f"{name}: {len(kind.bounds)} blocks, and operators of {len(kind.operators)}")
+    for bounds, own in zip(kind.bounds, kind.operators, strict=True):
+        if any(later <= earlier for earlier, later in pairwise(bounds)) or len(bounds) < 2:
+            raise ValueError(f"{name}: boundaries of a block must ascend from its start to its end, got {bounds}")
+        if not 0 <= bounds[0] < bounds[-1] <= len(problem.stages):
+            raise ValueError(f"{name}: block {bounds[0]}:{bounds[-1]} is not within stages 0..{len(problem.stages)}")
+        if not all(bounds[0] <= problem.operators[index].stage < bounds[-1] for index in own):
+            raise ValueError(f"{name}: block {bounds[0]}:{bounds[-1]} has operators outside of it")

@@ -99,6 +99,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """List blocks that are built alike, in the order of execution, and what corresponds in them.
+
+    Attributes:
+        bounds: By block, as many boundaries in each, ascending: where the block starts, boundaries inside it, and one
+            past its last stage. Those in the same place correspond; a block may have others in between.
+        operators: By block, the operators that correspond, as many in each: indices into `Problem.operators`.
+    """
+
+    bounds: tuple[tuple[int, ...], ...]
+    operators: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """State where checkpoints may fall, what everything costs and what the budget is.
 
@@ -112,6 +126,7 @@ class Problem:
         floor_bytes: Largest total of moments that no plan changes (the optimizer's step), fixed bytes included.
         budget_bytes: Limit on the peak of the whole step.
         step_ns: Time of the whole step with nothing checkpointed; only percentages use it.
+        kinds: Blocks to be treated alike, disjoint; only the solvers in `ALIKE` look at them.
     """
 
     stages: tuple[Stage, ...]
@@ -122,6 +137,7 @@ class Problem:
     floor_bytes: int = 0
     budget_bytes: int
     step_ns: int = 0
+    kinds: tuple[Kind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

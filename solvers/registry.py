@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from . import auto, baselines
-from .chain import dp, dp_nested
+from .chain import alike, dp, dp_nested
 from .integer import ilp
 from .problem import Problem
 from .solution import Solution
@@ -34,6 +34,15 @@ SOLVERS: dict[str, Solver] = {
     "ilp": ilp.solve,
     "auto": auto.solve,
 }
+
+ALIKE: dict[str, Solver] = {
+    "none": baselines.none,
+    "all": baselines.every_block,
+    "dp": alike.solve,
+    "ilp": ilp.solve_alike,
+    "auto": auto.solve_alike,
+}
+"""The solvers that treat the blocks of each kind alike (`Problem.kinds`): those two do anyway, and these when asked."""
 
 DRY_RUN_WITH: dict[str, tuple[str, ...]] = {"dp_nested": ("dp",)}
 """Solvers whose plans are dry-run beside another's. What is alive inside nested replays is foreseen less well: where

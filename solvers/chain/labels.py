@@ -71,7 +71,7 @@ class LabelSearch:
         columns = [(e.source, e.target, e.added_bytes, e.needed_bytes, e.added_ns) for e in graph.edges]
         table = np.array(columns, dtype=np.int64).reshape(-1, 5)
         self.source, self.target, self.added, self.needed, self.cost = np.ascontiguousarray(table.T)
-        self.incoming = _grouped(np.arange(len(columns)), self.target, self.node_count)
+        self.incoming = grouped(np.arange(len(columns)), self.target, self.node_count)
 
     def smallest(self, room_bytes: int) -> list[int] | None:
         """Return a path that fits, each node reached with as few resident bytes as can be; None when none fits.
@@ -131,8 +131,8 @@ class _Cheapest:
         most = max(room_bytes, 0)
         self.grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_CELLS // self.node_count), most + 5)
         self.step = max(1, -(-(most + 1) // (self.grid - 4)))
-        self.outgoing = _grouped(usable, self.source, self.node_count)
-        self.incoming = _grouped(usable, self.target, self.node_count)
+        self.outgoing = grouped(usable, self.source, self.node_count)
+        self.incoming = grouped(usable, self.target, self.node_count)
         self.offsets = self._offsets()
 
     def path(self, smallest: list[int], gap: float, deadline: float | None) -> Path:
@@ -280,7 +280,7 @@ class _Cheapest:
         return path[::-1]
 
 
-def _grouped(edges: IntArray, keys: IntArray, count: int) -> list[IntArray]:
+def grouped(edges: IntArray, keys: IntArray, count: int) -> list[IntArray]:
     """Return, for each key below `count`, the edges that have it."""
     ordered = edges[np.argsort(keys[edges], kind="stable")]
     cuts = np.searchsorted(keys[ordered], np.arange(1, count))

@@ -86,16 +86,19 @@ def retention_graph(problem: Problem, tables: Tables, *, save_sets: bool) -> Ret
     key = ("graph", save_sets)
     graph = tables.graphs.get(key)
     if graph is None:
-        options = save_options(problem) if save_sets else {}
-        pinned = 0
-        while graph is None:
-            try:
-                graph = build_graph(tables, options, pinned)
-            except TooManySetsError as error:
-                pinned |= _farthest(tables, error)
-        tables.graphs[key] = graph
+        graph = tables.graphs[key] = graph_of(tables, save_options(problem) if save_sets else {})
     assert isinstance(graph, RetentionGraph)
     return graph
+
+
+def graph_of(tables: Tables, options: SaveOptions) -> RetentionGraph:
+    """Return the graph of all one-level plans with some save sets, tensors pinned where it would be too large."""
+    pinned = 0
+    while True:
+        try:
+            return build_graph(tables, options, pinned)
+        except TooManySetsError as error:
+            pinned |= _farthest(tables, error)
 
 
 def _farthest(tables: Tables, error: TooManySetsError) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
-from ..chain import dp
+from ..alike_space import alike_problem, pattern_changes
+from ..chain import alike, dp
 from ..chain.save_set_bound import save_set_bound
 from ..errors import BudgetTooSmallError
 from ..problem import Problem, Segment
@@ -85,8 +86,51 @@ def solve(
         return make_solution(
             problem, first.segments, solver="ilp", started_ns=started, status=status, lower_bound_ns=known_bound
         )
-    run = _solve_programme(problem, first.segments, save_sets, gap, deadline, backend, notes)
-    best, added = first.segments, first.added_ns
+    run = _solve_programme(problem, first.segments, gap, deadline, notes, save_sets=save_sets, backend=backend)
+    return _answer(problem, first.segments, run, known_bound, gap, limit_s, started, notes)
+
+
+def solve_alike(problem: Problem, *, time_limit_s: float | None = None, gap: float = 0.0) -> Solution:
+    """Find the one-level plan that treats the blocks of each kind alike, adds least time and fits the budget.
+
+    The plan space: that of `chain.alike`, with any subset of operators as a save set. The answer is never worse.
+
+    Args:
+        problem: The problem, with its kinds.
+        time_limit_s: As for `solve`.
+        gap: As for `solve`.
+
+    Raises:
+        BudgetTooSmallError: If no plan fits, with the one of the least peak.
+    """
+    started = time.perf_counter_ns()
+    limit_s = limit_in_force(time_limit_s)
+    deadline = time.perf_counter() + limit_s
+    try:
+        first = alike.solve(problem, time_limit_s=limit_s)
+    except BudgetTooSmallError as error:
+        wall = time.perf_counter_ns() - started
+        raise BudgetTooSmallError(problem, replace(error.solution, solver="ilp", wall_ns=wall)) from None
+    if first.added_ns == 0:
+        return make_solution(problem, first.segments, solver="ilp", started_ns=started, status=Status.OPTIMAL)
+    notes: list[str] = []
+    restricted = alike_problem(problem)
+    run = _solve_programme(restricted, first.segments, gap, deadline, notes, alike=True)
+    return _answer(problem, first.segments, run, 0, gap, limit_s, started, notes)
+
+
+def _answer(
+    problem: Problem,
+    start: tuple[Segment, ...],
+    run: _Run,
+    known_bound: int,
+    gap: float,
+    limit_s: float,
+    started: int,
+    notes: list[str],
+) -> Solution:
+    """Return the better of the plan that a programme was started from and the one it found."""
+    best, added = start, simulate(problem, start, trace=False).added_ns
     if run.segments is not None and simulate(problem, run.segments, trace=False).added_ns < added:
         best, added = run.segments, simulate(problem, run.segments, trace=False).added_ns
     bound = min(max(run.bound_ns, known_bound), added)
@@ -105,11 +149,13 @@ def solve(
 def _solve_programme(
     problem: Problem,
     start: tuple[Segment, ...],
-    save_sets: bool,
     gap: float,
     deadline: float,
-    backend: str,
     notes: list[str],
+    *,
+    save_sets: bool = True,
+    backend: str = "highs",
+    alike: bool = False,
 ) -> _Run:
     """Solve, read the binaries, price the plan; tighten and repeat if tolerances let it over the budget."""
     run = _Run()
@@ -120,8 +166,8 @@ def _solve_programme(
         if remaining <= 0:
             run.timed_out = True
             break
-        model = ModelBuilder(problem, tables, room, save_sets=save_sets).build()
-        _set_start(model, start)
+        model = ModelBuilder(problem, tables, room, save_sets=save_sets, alike=alike).build()
+        _set_start(model, problem, start)
         remaining = max(0.0, deadline - time.perf_counter())
         answer = _run_backend(model, backend, gap, remaining, notes)
         run.timed_out = answer.timed_out
@@ -150,7 +196,7 @@ def _run_backend(model: IlpModel, backend: str, gap: float, time_limit_s: float,
     return run_cbc(model.programme, gap=gap, time_limit_s=time_limit_s)
 
 
-def _set_start(model: IlpModel, segments: tuple[Segment, ...]) -> None:
+def _set_start(model: IlpModel, problem: Problem, segments: tuple[Segment, ...]) -> None:
     """Give every binary the value it has in a plan."""
     plain = {(item.start, item.stop) for item in segments if not item.keep}
     selective = {(item.start, item.stop) for item in segments if item.keep}
@@ -164,6 +210,10 @@ def _set_start(model: IlpModel, segments: tuple[Segment, ...]) -> None:
         variable.setInitialValue(float(index in operators))
     for stage, variable in enumerate(model.kept):
         variable.setInitialValue(float(stage not in covered))
+    for kind, changes in zip(problem.kinds, model.changes, strict=False):
+        changed = pattern_changes(kind, segments)
+        for block, variable in enumerate(changes, start=1):
+            variable.setInitialValue(float(block in changed))
 
 
 def _read(model: IlpModel, problem: Problem) -> tuple[Segment, ...]:

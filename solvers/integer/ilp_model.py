@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import pulp  # pyright: ignore[reportMissingTypeStubs] - it has annotations, but no py.typed
 
 from ..leaf_peaks import leaf_peaks
-from ..problem import Candidate, Problem
+from ..problem import Candidate, Kind, Problem
 from ..simulate import replay_ns
 from ..tables import Tables
 from .replay_moments import replay_moments
@@ -32,6 +33,7 @@ class IlpModel:
         plain: The binary of each candidate run without a save set.
         selective: The binary of each candidate run with one.
         operators: The binary of each operator that some candidate may keep.
+        changes: By kind that is treated alike, a binary for each block but the first: its pattern is another one.
         unit_ns: What one unit of the objective is.
     """
 
@@ -41,12 +43,15 @@ class IlpModel:
     plain: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     selective: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     operators: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    changes: list[list[pulp.LpVariable]] = field(default_factory=list)
 
 
 class ModelBuilder:
     """Build the programme for one budget."""
 
-    def __init__(self, problem: Problem, tables: Tables, room_bytes: int, *, save_sets: bool) -> None:
+    def __init__(
+        self, problem: Problem, tables: Tables, room_bytes: int, *, save_sets: bool, alike: bool = False
+    ) -> None:
         """Prepare.
 
         Args:
@@ -54,6 +59,7 @@ class ModelBuilder:
             tables: Its tables.
             room_bytes: The room that moments have, as `Tables.room_bytes` gives it.
             save_sets: Whether segments may keep operators' outputs.
+            alike: Whether blocks of a kind are treated alike, but for one block at which that may change.
         """
         self.tables = tables
         self.count = tables.stage_count
@@ -61,6 +67,7 @@ class ModelBuilder:
         self.room = room_bytes / self.unit
         self.candidates = [item for item in problem.candidates if tables.last_saver[item.stop] >= item.start]
         self.save_sets = save_sets
+        self.kinds = problem.kinds if alike else ()
         most = max((item.replay_ns + item.selective_ns for item in self.candidates), default=1)
         self.rows = Rows()
         self.model = IlpModel(programme=self.rows.programme, unit_ns=max(1.0, most / 1000))
@@ -74,6 +81,8 @@ class ModelBuilder:
         self._add_variables()
         self._add_path()
         self._add_save_sets()
+        for number, kind in enumerate(self.kinds):
+            self._add_kind(number, kind)
         final = self._add_holding()
         self._add_forward_moments(final)
         self._add_backward_moments()
@@ -148,6 +157,28 @@ class ModelBuilder:
             if len(variables) > 1:
                 for variable in variables:
                     self.rows.at_most({variable: 1.0, kept: -1.0}, 0.0)
+
+    def _add_kind(self, number: int, kind: Kind) -> None:
+        """Give the blocks of a kind what the block before has, except at one block at most.
+
+        Valid because what is chosen inside a block is its candidates' and operators' binaries, and two blocks have the
+        same pattern exactly when those that correspond are equal.
+        """
+        by_block = [self._choices(kind, block) for block in range(len(kind.bounds))]
+        changes = [self.rows.binary(f"change_{number}_{block}") for block in range(1, len(by_block))]
+        self.rows.at_most(dict.fromkeys(changes, 1.0), 1.0)
+        self.model.changes.append(changes)
+        for change, before, after in zip(changes, by_block, by_block[1:], strict=False):
+            for one, other in zip(before, after, strict=True):
+                self.rows.at_most({one: 1.0, other: -1.0, change: -1.0}, 0.0)
+                self.rows.at_most({other: 1.0, one: -1.0, change: -1.0}, 0.0)
+
+    def _choices(self, kind: Kind, block: int) -> list[pulp.LpVariable]:
+        """Return the binaries of one block, those that correspond in the same place in each."""
+        model, bounds = self.model, kind.bounds[block]
+        places = list(combinations(bounds, 2))
+        found = [chosen[place] for chosen in (model.plain, model.selective) for place in places if place in chosen]
+        return found + [model.operators[index] for index in kind.operators[block] if index in model.operators]
 
     def _keep_cost_positive(self, item: Candidate, selective: pulp.LpVariable) -> None:
         """Add what a segment's save set saves beyond its whole replay back to the objective.
