@@ -35,6 +35,7 @@ class Circumstances:
         headroom: Share of the budget that was kept free.
         exclude: Patterns of modules that segments were not to hold.
         only: Patterns of modules that segments were to be made of; empty for all.
+        alike: Blocks that are built alike were to be treated so.
         mp_policy: FSDP2's mixed precision, by name; None where none was given.
         reshard_after_forward: As given for `fully_shard`; None is its default.
         parallelize: Name of the function given as `parallelize=`, "" where none was.
@@ -55,6 +56,7 @@ class Circumstances:
     headroom: float = 0.0
     exclude: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    alike: bool = False
     mp_policy: Policy | None = None
     reshard_after_forward: bool | int | None = None
     parallelize: str = ""

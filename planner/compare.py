@@ -216,7 +216,7 @@ def compare(
     batch: object,
     *,
     budgets: Sequence[int | str] = ("80%", "60%", "40%"),
-    solvers: Sequence[str] = ("sqrt", "dp", "ilp"),
+    solvers: Sequence[str] | None = None,
     measure: bool = False,
     planner: Planner | None = None,
     time_limit_s: float | None = 20.0,
@@ -234,7 +234,7 @@ def compare(
         model: The model, on the device it is trained on.
         batch: As for `plan`.
         budgets: Peaks of the whole step: bytes, "8GiB", or "60%" of the unplanned peak.
-        solvers: Names from `SOLVERS`.
+        solvers: Names from `SOLVERS`; None takes sqrt, dp and ilp, or with `alike` all, dp and ilp.
         measure: Run every plan through `verify` as well and fill in the measured columns; this trains for real. One
             rank's peak cannot be measured so: with several, that column stays empty.
         planner: What `Planner.of` returned for this model and batch; then nothing is profiled.
@@ -247,10 +247,13 @@ def compare(
         BudgetError: A budget or a solver's name cannot be read, or there is none.
         BatchError: The batch cannot be used.
     """
+    alike = planner.options.alike if planner is not None else step.get("alike", False)
+    if solvers is None:
+        solvers = ("all" if alike else "sqrt", "dp", "ilp")
     if not budgets or not solvers:
         raise BudgetError("nothing to compare: pass at least one budget and one solver")
     for solver in solvers:
-        check_solver(solver)
+        check_solver(solver, alike=alike)
     for budget in budgets:
         parse_budget(budget, 1 << 40)
     if planner is None:

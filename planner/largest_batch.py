@@ -176,7 +176,7 @@ def largest_batch(
         InfeasibleBudgetError: Not even the smallest size fits.
         BudgetError: The budget, the solver or the sizes cannot be read.
     """
-    check_solver(solver)
+    check_solver(solver, alike=step.get("alike", False))
     if isinstance(budget, str) and "%" in budget:
         raise BudgetError(f"budget {budget!r}: a share has no meaning over several batch sizes; pass bytes or '8GiB'")
     if sizes is not None and (not sizes or any(size < 1 for size in sizes)):

@@ -34,6 +34,7 @@ class StepKeywords(TypedDict, total=False):
     repeatable_hooks: bool | Iterable[object]
     exclude: Iterable[str]
     only: Iterable[str]
+    alike: bool
     units: Iterable[nn.Module]
     ranks: int
     parallelize: Parallelize | None
@@ -66,6 +67,9 @@ class StepOptions:
             but a dot, in "h.0-3,7" there are numbers. A pattern names a module and all that is in it.
         only: The same of modules that segments are made of, and no others: what their container computes between them
             may be in a segment as well.
+        alike: Treat blocks that are built alike in the same way: one pattern of segments and save sets for each kind of
+            block, or two and the block where they change. Such a plan is found fast and reads well; it says what it
+            costs. For the solvers auto, dp, ilp, all and none.
         units: Modules that will be sharded on their own (`fully_shard`), the root around them: their parameters are
             there only during their own calls, so a segment holds such a call whole or lies within it.
         ranks: Processes that `fully_shard` will divide the model over. With more than one, the budget and all peaks are
@@ -90,6 +94,7 @@ class StepOptions:
     repeatable_hooks: Repeatable = False
     exclude: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    alike: bool = False
     units: tuple[nn.Module, ...] = ()
     ranks: int = 1
     parallelize: Parallelize | None = None

@@ -59,6 +59,23 @@ def groups_of(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | Non
     return groups if groups is not None else [Group(written_alone(segment), (segment,)) for segment in segments]
 
 
+def kept_places(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | None) -> list[str]:
+    """Return the places beside those of segments, in the same lists of modules, where there are none."""
+    order = _Order(fingerprint)
+    numbers: dict[str, set[int]] = {}
+    for segment in segments:
+        shape, number = _without_number(_written(segment, order)[0])
+        if number is not None:
+            numbers.setdefault(shape, set()).add(number)
+    found: list[str] = []
+    for shape, planned in numbers.items():
+        listed = {number for known, number in map(_without_number, order.modules) if known == shape}
+        kept = sorted(number for number in listed if number is not None and number not in planned)
+        if kept:
+            found.append(_with_numbers(shape, kept, order))
+    return found
+
+
 def grouped(segments: Sequence[PlannedSegment], fingerprint: Fingerprint | None) -> list[Group] | None:
     """Write segments, those that are alike together; None where they could not be read back as they are."""
     order = _Order(fingerprint)

@@ -21,7 +21,7 @@ from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .patterns import Entry, Group, grouped, groups_of, line_of, read
+from .patterns import Entry, Group, grouped, groups_of, kept_places, line_of, read
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Plan:
         predicted_overhead_range: The least and the most it would be by the spread of the profile's repeats.
         measured_overhead: What the plan was measured to add, in turn with the unplanned step, where plans were raced.
         measured_overhead_range: The least and the most of it over the rounds.
+        unrestricted_overhead: Likewise of the best plan found that need not treat blocks alike, where that was asked.
         unplanned_peak_bytes: Peak of the step without a plan.
         lower_bound_overhead: No plan under the budget costs less, as far as the solver proved.
         gap: How far predicted_overhead may be above the optimum, relative; 0 where proven optimal.
@@ -120,6 +121,7 @@ class Plan:
     predicted_overhead_range: tuple[float, float] | None = None
     measured_overhead: float | None = None
     measured_overhead_range: tuple[float, float] | None = None
+    unrestricted_overhead: float | None = None
     unplanned_peak_bytes: Count | None = None
     lower_bound_overhead: float | None = None
     gap: float | None = None
@@ -260,6 +262,8 @@ class Plan:
         lines = [_headline(self), *(f"  {entry}" for entry in self.batches)]
         for group in self.groups():
             lines += _group_lines(group.entry, group.segments[0], len(group.segments), 1)
+        if self.circumstances.alike:
+            lines += [f"  {place}: kept" for place in kept_places(self.segments, self.fingerprint)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def __str__(self) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from .problem import Candidate, Kind, Problem, Segment
+from .tables import tables_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,12 +58,19 @@ def alike_problem(problem: Problem) -> Problem:
     operators that it may keep, those that every counterpart may keep. What crosses a block's border, or holds blocks
     whole, goes.
     """
+    # The same object every time keeps its tables.
+    graphs: dict[object, Any] = tables_of(problem).graphs
+    key = ("candidates", problem.kinds)
+    if key not in graphs:
+        graphs[key] = _candidates(problem)
+    return replace(problem, candidates=graphs[key])
+
+
+def _candidates(problem: Problem) -> tuple[Candidate, ...]:
     inside = [(bounds[0], bounds[-1]) for kind in problem.kinds for bounds in kind.bounds]
     free = [item for item in problem.candidates if all(item.stop <= a or b <= item.start for a, b in inside)]
     found = [*free, *(item for kind in problem.kinds for item in _counterparts(problem, kind))]
-    candidates = tuple(sorted(found, key=lambda item: (item.start, item.stop)))
-    # The same object, where nothing goes, keeps its tables.
-    return problem if candidates == problem.candidates else replace(problem, candidates=candidates)
+    return tuple(sorted(found, key=lambda item: (item.start, item.stop)))
 
 
 def _counterparts(problem: Problem, kind: Kind) -> list[Candidate]:

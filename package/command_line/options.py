@@ -229,6 +229,14 @@ class Step(Place):
             help="Modules that segments are made of, and no others. May be given several times. Example: 'h.0-5'",
         ),
     ] = field(default_factory=list[str])
+    alike: Annotated[
+        bool,
+        typer.Option(
+            "--alike",
+            help="Treat blocks that are built alike in the same way: one pattern for each kind, or two and where they "
+            "change. The plan says what it costs. With the solvers auto, dp, ilp, all and none.",
+        ),
+    ] = False
     units: Annotated[
         list[str],
         typer.Option(
@@ -279,6 +287,7 @@ class Step(Place):
             "repeatable_hooks": every or modules_named(model, self.repeatable_hooks, "--repeatable-hooks"),
             "exclude": self.exclude,
             "only": self.only,
+            "alike": self.alike,
             "units": modules_named(model, self.units, "--units"),
             "ranks": self.ranks,
             "repeats": self.repeats,

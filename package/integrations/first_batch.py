@@ -74,7 +74,7 @@ class FirstPlan:
         given: dict[str, Any] = {name: value for name, value in keywords.items() if name in own}
         if given.get("folder") is not None:
             given["folder"] = Path(given["folder"])
-        check_solver(given.get("solver", "auto"))
+        check_solver(given.get("solver", "auto"), alike=step.get("alike", False))
         return cls(budget=budget, step=step, **given)
 
     def make(

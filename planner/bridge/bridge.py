@@ -13,6 +13,7 @@ from ..plan import PlannedSegment
 from .calls import CallIndex
 from .candidates import HostCosts, Replays, candidates_of
 from .hazards import Hazards, Refusal, RefusedCalls
+from .kinds import kinds_in
 from .memory import StageTimes, stages_of, tensors_of
 from .named import NamedSegments
 from .names import Names
@@ -32,6 +33,7 @@ class Bridge:
         save_sets: Offer operators whose outputs a segment may keep.
         units: Paths of modules whose calls a segment holds whole, or lies within.
         scope: Modules that segments may hold calls of.
+        alike: Say which blocks are built alike.
         named: Segments that were named by hand: they alone are offered, each as it stands, however little it frees.
 
     Attributes:
@@ -42,6 +44,7 @@ class Bridge:
         tensors: What plans can keep or free.
         operators: What save sets may name.
         candidates: The intervals that can be segments.
+        kinds: Blocks that are built alike; empty unless asked for.
         refused: Calls whose replay was seen to go wrong.
     """
 
@@ -54,13 +57,20 @@ class Bridge:
         save_sets: bool = True,
         units: Iterable[str] = (),
         scope: Scope = EVERYWHERE,
+        alike: bool = False,
         named: NamedSegments | None = None,
     ) -> None:
         self.profile = profile
         self.scope = scope
         units = frozenset(units)
         self._again = partial(
-            Bridge, host=host, cross_operators=cross_operators, save_sets=save_sets, units=units, scope=scope
+            Bridge,
+            host=host,
+            cross_operators=cross_operators,
+            save_sets=save_sets,
+            units=units,
+            scope=scope,
+            alike=alike,
         )
         stages, calls = StageTimes(profile), CallIndex(profile)
         kept = named.kept if named is not None else savable(profile) if save_sets else []
@@ -90,6 +100,7 @@ class Bridge:
             cross_operators=cross_operators,
             named=named,
         )
+        self.kinds = kinds_in(profile, self.bounds, kept, scope) if alike and named is None else ()
         self.refused: tuple[RefusedCalls, ...] = ()
         self._kept = kept
         self._replays = Replays(profile)
@@ -105,6 +116,7 @@ class Bridge:
             floor_bytes=self.profile.parts.optimizer_step_peak,
             budget_bytes=budget_bytes,
             step_ns=self.profile.step_ns,
+            kinds=self.kinds,
         )
 
     def refusals(self) -> list[Refusal]:
@@ -157,6 +169,11 @@ class Bridge:
     def members(self, start: int, stop: int) -> list[int]:
         """Return the largest module calls inside an interval of stages, in order: indices into the profile's calls."""
         return self._calls.members(*self.span(start, stop))
+
+    def name(self, start: int, stop: int) -> str:
+        """Return the path of the call that an interval of stages is."""
+        (member,) = self.members(start, stop)
+        return self.profile.calls[member].module
 
     def planned(self, segment: Segment) -> PlannedSegment:
         """Name a chosen segment, and all that is nested in it, by module calls."""

@@ -10,9 +10,10 @@ from torch import nn
 
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
+from ...profiler.blocks import evened, kinds_of
 from ...profiler.profiling import silent
 from ...profiler.step import BatchError, Step
-from ...solvers import SOLVERS
+from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
 from ..bridge.candidates import HostCosts
@@ -24,6 +25,7 @@ from ..errors import PlanError
 from ..options import StepKeywords, StepOptions
 from ..pictures.timeline import Timeline
 from ..plan import BatchTensor, Plan, PlannedSegment
+from .alike_cost import alike_cost
 from .checking import Checked, Checker, Fault
 from .dry_runs import DryRunFailedError, DryRuns
 from .explain import explain_peak
@@ -84,7 +86,7 @@ def plan(
         PlanError: `planner` was made for another model, batch or step than the one given.
     """
     check_share("headroom", headroom)
-    check_solver(solver)
+    check_solver(solver, alike=planner.options.alike if planner is not None else step.get("alike", False))
     check_effort(time_limit_s, gap)
     if budget is None:
         raise BudgetError('budget is missing: pass bytes, "8GiB", or "60%" of the unplanned peak')
@@ -126,14 +128,22 @@ def _check_alone(**others: object) -> None:
             raise PlanError(f"{name}= is about one batch, and batches= are several: leave it out")
 
 
-def check_solver(solver: str) -> None:
+def check_solver(solver: str, *, alike: object = False) -> None:
     """Check a solver's name.
 
+    Args:
+        solver: The name.
+        alike: Whether blocks are to be treated alike.
+
     Raises:
-        BudgetError: There is no such solver.
+        BudgetError: There is no such solver, or it cannot treat blocks alike.
     """
     if not isinstance(solver, str) or solver not in SOLVERS:
         raise BudgetError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
+    if alike and solver not in ALIKE:
+        raise BudgetError(
+            f"solver {solver!r} cannot treat blocks alike: choose one of {', '.join(ALIKE)}, or leave alike= out"
+        )
 
 
 def check_effort(time_limit_s: object, gap: object) -> None:
@@ -215,6 +225,8 @@ class Planner:
                 whole = profile(model, batch, session=alone, **known)
                 session.reference = alone.reference
             recorded = profile(model, batch, session=session, whole=whole, **known)
+        if options.alike:
+            recorded = evened(recorded, kinds_of(recorded))
         bridge = Bridge(
             recorded,
             # What a host pays that is not here hides behind its card's work, as far as is known.
@@ -223,6 +235,7 @@ class Planner:
             save_sets=options.save_sets,
             units=paths,
             scope=scope,
+            alike=options.alike,
         )
         dry_runs = DryRuns(profile=recorded, whole=whole or recorded, session=session)
         search = Search(bridge=bridge, dry_runs=dry_runs)
@@ -298,7 +311,7 @@ class Planner:
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
         """Plan for one budget; see `plan`."""
-        check_solver(solver)
+        check_solver(solver, alike=self.options.alike)
         check_effort(time_limit_s, gap)
         self._check_race(race)
         asked = self.budget_bytes(budget)
@@ -307,9 +320,12 @@ class Planner:
         with unplanned(self.session.step.model), self.session.step.guard.undisturbed():
             found = self.find(limit, effort, check=check)
             if found.draft.peak_bytes > limit:
-                raise infeasible(found, budget_bytes=asked, headroom=headroom, solver=solver)
+                raise infeasible(found, budget_bytes=asked, headroom=headroom, effort=effort)
             if race > 1:
                 found = raced(found, limit, effort, most=race, check=check)
+            if self.options.alike:
+                cost = alike_cost(found.planner.bridge, found.draft, limit, effort)
+                found = replace(found, unrestricted=cost.unrestricted, notes=(*cost.words, *found.notes))
         return plan_of(found, budget_bytes=asked, headroom=headroom)
 
     def find(self, limit: int, effort: Effort, *, check: bool) -> Found:
@@ -443,6 +459,8 @@ class Found:
         planner: The planner that found it.
         draft: The plan's segments, their dry run and their price.
         notes: What a reader of the plan must know; "" is nothing.
+        unrestricted: Added time of the best plan found that need not treat blocks alike, as a share; None where that
+            was not asked.
         overhead: What the plan was measured to add, as a share of the unplanned step's time; None where it was not.
         overhead_range: The least and the most of it over the rounds.
     """
@@ -450,6 +468,7 @@ class Found:
     planner: Planner
     draft: Draft
     notes: tuple[str, ...] = ()
+    unrestricted: float | None = None
     overhead: float | None = None
     overhead_range: tuple[float, float] | None = None
 

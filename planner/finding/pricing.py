@@ -136,6 +136,7 @@ def _step_of(plan: Plan, model: nn.Module, given: StepKeywords) -> StepKeywords:
         "holds_output": known.holds_output,
         "exclude": known.exclude,
         "only": known.only,
+        "alike": known.alike,
         "units": [model.get_submodule(path) for path in plan.units],
         "ranks": plan.ranks,
     }

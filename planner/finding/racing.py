@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ...profiler.allocator import fits
 from ...profiler.results import Arm
 from ...profiler.times import Spread
+from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import apply_segments
 from .calibration import Observation, corrected, factors
 from .search import Effort
@@ -59,7 +60,8 @@ def raced(found: Found, limit: int, effort: Effort, *, most: int, check: bool) -
 def _entrants(found: Found, limit: int, effort: Effort, most: int, *, check: bool) -> list[Found]:
     """Return the plan that was found and others that fit, by predicted added time."""
     planner = found.planner
-    ways = [(planner, name) for name in OTHERS if name != found.draft.solution.solver]
+    solvers = ALIKE if planner.bridge.kinds else SOLVERS
+    ways = [(planner, name) for name in OTHERS if name != found.draft.solution.solver and name in solvers]
     if any(segment.save for top in found.draft.segments for segment in top.walk()):
         ways.insert(1, (planner.without_save_sets(), "dp"))
     others: dict[object, Found] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ...profiler import Profile
-from ...solvers import DRY_RUN_WITH, LEAST_OF_ALL, SOLVERS, BudgetTooSmallError, Segment, Solution
+from ...solvers import ALIKE, DRY_RUN_WITH, LEAST_OF_ALL, SOLVERS, BudgetTooSmallError, Segment, Solution
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
 from ..segments import PlannedSegment
@@ -120,7 +120,8 @@ class Search:
         best = min(drafts, key=lambda draft: order(draft, limit))
         if best.peak_bytes <= limit:
             return best
-        names = {LEAST_OF_ALL} if drafts[-1].is_least else {solver, LEAST_OF_ALL}
+        short = "all" if self.bridge.kinds else LEAST_OF_ALL
+        names = {short} if drafts[-1].is_least else {solver, short}
         others = [self.unplanned(), *(self._least(name, effort) for name in sorted(names))]
         return min([best, *others], key=lambda draft: draft.peak_bytes)
 
@@ -145,8 +146,9 @@ class Search:
     def _solve(self, solver: str, target_bytes: int, effort: Effort) -> tuple[Solution, bool]:
         """Return a solver's answer, and whether it is its plan of least peak, above the target."""
         problem = self.bridge.problem(max(1, target_bytes))
+        solvers = ALIKE if problem.kinds else SOLVERS
         try:
-            return SOLVERS[solver](problem, time_limit_s=effort.time_limit_s, gap=effort.gap), False
+            return solvers[solver](problem, time_limit_s=effort.time_limit_s, gap=effort.gap), False
         except BudgetTooSmallError as error:
             return error.solution, True
 

@@ -13,10 +13,12 @@ from ..circumstances import Circumstances
 from ..errors import InfeasibleBudgetError
 from ..fingerprint import Fingerprint
 from ..plan import BatchTensor, Plan
+from .alike_cost import less_without
 from .explain import explain_peak, held_output
 
 if TYPE_CHECKING:
     from .planning import Found, Planner
+    from .search import Effort
 
 
 def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
@@ -43,6 +45,7 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
         predicted_overhead_range=_overhead_range(recorded, solution.added_ns),
         measured_overhead=found.overhead,
         measured_overhead_range=found.overhead_range,
+        unrestricted_overhead=found.unrestricted,
         unplanned_peak_bytes=dry_runs.unplanned_peak_bytes(),
         lower_bound_overhead=solution.lower_bound_ns / step_ns,
         gap=solution.gap,
@@ -63,6 +66,7 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
             headroom=headroom,
             exclude=planner.options.exclude,
             only=planner.options.only,
+            alike=planner.options.alike,
             mp_policy=policy_of(planner.options.mp_policy),
             reshard_after_forward=planner.options.reshard_after_forward,
             parallelize=function_name(planner.options.parallelize),
@@ -76,26 +80,29 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
     )
 
 
-def infeasible(found: Found, *, budget_bytes: int, headroom: float, solver: str, of: str = "") -> InfeasibleBudgetError:
+def infeasible(
+    found: Found, *, budget_bytes: int, headroom: float, effort: Effort, of: str = ""
+) -> InfeasibleBudgetError:
     """Return the error that says that nothing fits: the least peak, its plan, and what holds it there.
 
     Args:
         found: The plan of least peak.
         budget_bytes: The budget that was asked for, headroom included.
         headroom: Share of it that was to be kept free.
-        solver: The solver that was asked.
+        effort: How it was searched for.
         of: With which of several batches the peak is reached, "" where there is one.
     """
     planner, least = found.planner, found.draft
     plan = plan_of(found, budget_bytes=least.peak_bytes, headroom=0.0)
-    kind = "" if solver == "auto" else f"{solver} "
+    kind = "" if effort.solver == "auto" else f"{effort.solver} "
     limit = int(budget_bytes * (1 - headroom))
     reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
     holders = explain_peak(least.dry_run.record, planner.profile, least.peak_bytes)
     each = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
     refused = _refusals(planner)
     because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
-    remarks = [words for words in (*planner.bridge.scope.notes(), _held_output(planner)) if words]
+    alike = less_without(planner.bridge, least, effort)
+    remarks = [words for words in (*planner.bridge.scope.notes(), alike, _held_output(planner)) if words]
     because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
     return InfeasibleBudgetError(
         f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}: the smallest peak found is "

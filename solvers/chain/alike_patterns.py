@@ -158,9 +158,11 @@ class _Walk:
             kept = [self._kept(block, place) for block, _ in self.entries]
             steps = [_Step(None, place + 1, kept)]
             by_part = [self._segments(block, place) for block in range(len(self.kind.bounds))]
-            for part in by_part[0]:
-                if all(part in own for own in by_part):
-                    steps.append(_Step(part, part.last, [by_part[block][part] for block, _ in self.entries]))
+            steps += [
+                _Step(part, part.last, [by_part[block][part] for block, _ in self.entries])
+                for part in by_part[0]
+                if all(part in own for own in by_part)
+            ]
             found.append(steps)
         return found
 
