@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from statistics import mean
 
 from .records import Profile
-from .step_record import StepRecord
+from .step_record import Storage, StepRecord
 
 
 def kinds_of(record: StepRecord) -> tuple[tuple[int, ...], ...]:
@@ -72,9 +72,14 @@ def _built(record: StepRecord, block: int) -> Hashable:
 def _ran(record: StepRecord, first: int, k: int) -> Hashable:
     """Return what an operator did, its block's other operators named by their distance from the first."""
     operator = record.operators[k]
-    reads = tuple(
-        storage.born - first if storage.born >= first else (storage.kind, storage.nbytes)
-        for storage in (record.storages[index] for index in operator.reads)
-    )
+    reads = tuple(_read(record.storages[index], first) for index in operator.reads)
     facts = operator.operator, operator.output_bytes, operator.flops, operator.moved_bytes, operator.dtype
     return facts, reads, operator.is_random, operator.is_view, operator.counted, bool(operator.writes)
+
+
+def _read(storage: Storage, first: int) -> Hashable:
+    """Return what a storage is to a block: its own, or one of a kind and size from outside."""
+    if storage.born >= first:
+        return storage.born - first
+    # The first block may read what later ones are handed on.
+    return "activation" if storage.kind == "batch" else storage.kind, storage.nbytes

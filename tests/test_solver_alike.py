@@ -31,7 +31,7 @@ def _problems(seed, count):
 @pytest.mark.parametrize("name", ["dp", "ilp", "auto"])
 def test_the_plan_is_the_best_of_all_that_treat_blocks_alike(name):
     changed = dearer = 0
-    for problem, least, _ in _problems(60, 40 if name == "dp" else 20):
+    for problem, least, _ in _problems(60, 27 if name == "dp" else 9):
         solution = ALIKE[name](problem)
         assert solution.added_ns == least
         assert solution.status is Status.OPTIMAL
@@ -40,12 +40,12 @@ def test_the_plan_is_the_best_of_all_that_treat_blocks_alike(name):
         assert all(len(blocks) <= 1 for blocks in changes)
         changed += any(changes)
         dearer += SOLVERS["ilp"](problem).added_ns < least if name == "dp" else 1
-    assert changed > 5
-    assert dearer > 5
+    assert changed > 3
+    assert dearer > 3
 
 
 def test_the_least_peak_of_plans_that_treat_blocks_alike_is_named():
-    for problem, _, least in list(_problems(61, 18))[::4]:
+    for problem, _, least in list(_problems(61, 9))[::4]:
         with pytest.raises(BudgetTooSmallError, match=f"the least peak it reaches is {least} bytes"):
             ALIKE["dp"](replace(problem, budget_bytes=least - 1))
         assert ALIKE["dp"](replace(problem, budget_bytes=least)).peak_bytes == least

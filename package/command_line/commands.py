@@ -324,6 +324,8 @@ def _compared(
 ) -> Comparison:
     from remat.planner import compare as compare_plans
 
+    if step.alike and asked["solvers"] == _SOLVERS:
+        asked = {**asked, "solvers": None}  # sqrt cannot treat blocks alike: `compare` knows what can.
     with terminal.progress() as say, _running(target, subject):
         return compare_plans(
             subject.model, subject.batch, loss=subject.loss, progress=say, **asked, **_step(step, subject)

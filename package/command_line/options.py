@@ -234,7 +234,8 @@ class Step(Place):
         typer.Option(
             "--alike",
             help="Treat blocks that are built alike in the same way: one pattern for each kind, or two and where they "
-            "change. The plan says what it costs. With the solvers auto, dp, ilp, all and none.",
+            "change. The plan says what it costs. With the solvers auto, dp, ilp, all and none; "
+            "compare and report take all in place of sqrt.",
         ),
     ] = False
     units: Annotated[
