@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from statistics import mean
 
 from .records import Profile
-from .step_record import Storage, StepRecord
+from .step_record import StepRecord, Storage
 
 
 def kinds_of(record: StepRecord) -> tuple[tuple[int, ...], ...]:

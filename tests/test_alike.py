@@ -123,7 +123,7 @@ def _gradients(model, batch, loss):
 
 @cache
 def _small():
-    model, batch, loss = build(blocks=5)
+    model, batch, loss = build(blocks=6)
     return Planner.of(model, batch, loss=loss, alike=True, repeats=0), loss
 
 
