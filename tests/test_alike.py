@@ -1,4 +1,4 @@
-"""Plans that treat blocks alike, on models: recognised, exact, within the budget, one pattern or two, and the cost told."""
+"""Plans that treat blocks alike, on models: recognised, exact, within the budget, and the cost told."""
 
 import json
 import re

@@ -157,9 +157,7 @@ def test_a_plan_that_tolerances_let_over_the_budget_is_never_returned(monkeypatc
     notes = []
     for seed in range(12):
         problem = _tight(seed)
-        monkeypatch.setattr(
-            ilp, "ModelBuilder", lambda p, t, room, save_sets: original(p, t, room + 6, save_sets=save_sets)
-        )
+        monkeypatch.setattr(ilp, "ModelBuilder", lambda p, t, room, **how: original(p, t, room + 6, **how))
         solution = ilp.solve(problem)
         assert solution.peak_bytes <= problem.budget_bytes
         assert solution.added_ns <= dp.solve(problem).added_ns
