@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from remat.planner import BudgetError, InfeasibleBudgetError, Plan, Planner, apply, compare, largest_batch
+from remat.planner import BudgetError, InfeasibleBudgetError, Plan, PlanError, Planner, apply, compare, largest_batch
 from remat.planner.finding.planning import plan
 from remat.profiler.blocks import evened, kinds_of
 from torch import nn
@@ -178,6 +178,12 @@ def test_a_solver_that_cannot_treat_blocks_alike_is_refused_by_name():
     ):
         with pytest.raises(BudgetError, match="cannot treat blocks alike: choose one of none, all, dp, ilp, auto"):
             refused()
+
+
+def test_blocks_are_not_treated_alike_over_several_batches():
+    model, batch, loss = build()
+    with pytest.raises(PlanError, match="alike= is about one batch"):
+        plan(model, None, "60%", batches=[batch, batch[:8]], alike=True, loss=loss)
 
 
 def test_compare_and_largest_batch_treat_blocks_alike():

@@ -92,7 +92,7 @@ def plan(
         raise BudgetError('budget is missing: pass bytes, "8GiB", or "60%" of the unplanned peak')
     parse_budget(budget, 1 << 40)
     if batches is not None:
-        _check_alone(batch=batch, planner=planner, race=race)
+        _check_alone(batch=batch, planner=planner, race=race, alike=step.get("alike"))
         # Imported here: it is made of what is here.
         from .several import plan_for_several
 
@@ -119,7 +119,7 @@ def _check_alone(**others: object) -> None:
 
     Raises:
         BatchError: `batch` is given, too.
-        PlanError: `planner` or `race` is, which are about one batch.
+        PlanError: `planner`, `race` or `alike` is, which are about one batch.
     """
     if others.pop("batch") is not None:
         raise BatchError("batch and batches are both given: put the batch among the others, batches=[batch, ...]")

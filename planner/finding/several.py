@@ -130,7 +130,7 @@ class _Several:
                 best.found_with_worst(),
                 budget_bytes=budget_bytes,
                 headroom=headroom,
-                solver=self._effort.solver,
+                effort=self._effort,
                 of=f"with {self._words(best.worst)} ",
             )
         return self._written(best, budget_bytes, headroom)
