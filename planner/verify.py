@@ -60,6 +60,7 @@ class Verification:
         predicted_overhead_range: What the plan says it may range over.
         measured_overhead: Median planned by median unplanned step time less one; None where not measured.
         measured_overhead_range: The least and the most of it over the rounds; None where not measured.
+        doubt: Why the measured times are not to be relied on, in words; "" where nothing tells.
         planned_step_ns: Median time of forward, loss and backward, planned; None where not measured.
         samples_per_second: The batch's first dimension by the planned step time; None where not measured.
     """
@@ -82,6 +83,7 @@ class Verification:
     predicted_overhead_range: tuple[float, float] | None
     measured_overhead: float | None
     measured_overhead_range: tuple[float, float] | None
+    doubt: str
     planned_step_ns: int | None
     samples_per_second: float | None
 
@@ -152,6 +154,8 @@ class Verification:
             )
         if not self.repeatable:
             remarks.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
+        if self.doubt:
+            remarks.append(f"do not rely on the measured time: {self.doubt}")
         return remarks
 
     def __str__(self) -> str:
@@ -281,6 +285,7 @@ class _Bench:
             predicted_overhead_range=self.plan.predicted_overhead_range if whole_plan else None,
             measured_overhead=times.overhead("planned"),
             measured_overhead_range=times.overhead_range("planned"),
+            doubt=times.doubt,
             planned_step_ns=planned_ns,
             samples_per_second=batch_size / (planned_ns / 1e9) if planned_ns and batch_size else None,
         )

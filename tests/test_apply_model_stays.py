@@ -183,6 +183,21 @@ def test_intermediate_outputs_a_user_keeps_are_the_plain_ones():
     assert all(torch.equal(a, b) for a, b in zip(kept[:6], kept[6:], strict=True))
 
 
+class Options:
+    """An object whose class has what can neither be copied nor pickled by itself."""
+
+    @classmethod
+    def named(cls, name):
+        return name
+
+
+class WithOptions(Stack):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.options = Options()
+
+
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
@@ -202,6 +217,7 @@ def _through_file(model):
     ("kind", "plan"),
     [
         (Stack, PLAN),
+        (WithOptions, PLAN),
         (Shared, [segment("block", "block#1"), segment("block#2")]),
         (UNet, [segment("down.0", "down.1", crosses_operators=True)]),
         (Normed, [segment("blocks.0", restored_buffers=("blocks.0.1.running_mean", "blocks.0.1.running_var"))]),

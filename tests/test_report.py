@@ -171,5 +171,5 @@ def test_a_measured_report_carries_the_verification(tmp_path):
     write_report(tmp_path / "report.html", small_comparison(), budget="60%", subject=subject)
     page = Page((tmp_path / "report.html").read_text())
     assert "exact against the unmodified model" in page.text
-    assert "% as measured" in page.text
+    assert re.search(r"% \(-?[\d.]+ to -?[\d.]+\) as measured", page.text)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

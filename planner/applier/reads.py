@@ -160,6 +160,9 @@ class Reads:
                         reads._mention(name)
                 reads._follow_all(hook for hook in hooks.values() if not remade_by([hook]))
         reads._finish()
+        # What was gone through has served; a copy of the planned model shall not copy it.
+        for seen in (reads._functions, reads._classes, reads._values, reads._waiting, reads._work):
+            seen.clear()
         return reads
 
     def reads(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +11,8 @@ import torch
 
 from ...profiler.results import Arm
 from ...profiler.step import Step
-from ...profiler.timing import timed_ns, train_once
+from ...profiler.times import Spread
+from ...profiler.timing import BUSY, timed_ns, train_once
 
 UNPLANNED = "unplanned"
 """The name of the arm in which nothing is applied."""
@@ -18,9 +20,23 @@ UNPLANNED = "unplanned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimesInTurn:
-    """Hold the nanoseconds of every round, by arm; arms have equally many."""
+    """Hold the nanoseconds of every round, by arm; arms have equally many.
+
+    Attributes:
+        rounds: They.
+        wall_over_clock: What all rounds took by the clock on the wall, over what they took by the device's clock.
+    """
 
     rounds: Mapping[str, tuple[int, ...]]
+    wall_over_clock: float = 1.0
+
+    @property
+    def doubt(self) -> str:
+        """Say why these times are not to be relied on; "" where nothing tells."""
+        if self.wall_over_clock > BUSY:
+            return f"the machine was busy, steps took {self.wall_over_clock:.1f} times their CPU time"
+        spreads = {arm: Spread.of(times) for arm, times in self.rounds.items() if times}
+        return next((f"{arm} steps differ widely, {s}" for arm, s in spreads.items() if not s.is_steady), "")
 
     def median_ns(self, arm: str) -> int | None:
         """Return an arm's median; None where it was not run."""
@@ -55,11 +71,16 @@ def time_in_turn(
         say: Called with a few words before each round.
     """
     times: dict[str, list[int]] = {name: [] for name in arms}
+    wall_ns = 0
     names = list(arms)
     for number in range(rounds):
         say(f"timing, round {number + 1} of {rounds}")
         for name in names if number % 2 else reversed(names):
             with step.guard.preserved(), arms[name]():
                 train_once(step)
+                start = time.perf_counter_ns()
                 times[name].append(timed_ns(lambda: train_once(step), device))
-    return TimesInTurn(rounds={name: tuple(taken) for name, taken in times.items()})
+                wall_ns += time.perf_counter_ns() - start
+    clock_ns = sum(map(sum, times.values()))
+    rounds_of = {name: tuple(taken) for name, taken in times.items()}
+    return TimesInTurn(rounds=rounds_of, wall_over_clock=wall_ns / clock_ns if clock_ns else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.axes import Axes
@@ -40,10 +41,15 @@ def promises_kept(verification: Verification, *, title: str = "") -> Figure:
         peaks.axvline(found.budget_bytes / unit, color=INK, linestyle="--", label=label)
         peaks.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     peaks.set_xlabel(f"peak memory of the step [{name}]")
-    shares = (("predicted", found.predicted_overhead, False), ("measured", found.measured_overhead, True))
-    added = [(label, 100 * share, filled) for label, share, filled in shares if share is not None]
-    _bars(times, [_Bar(label, share, f"{share:+.1f} %", recomputed, filled) for label, share, filled in added])
-    times.set_xlabel("added time [% of the step]")
+    shares = (
+        ("predicted", found.predicted_overhead, found.predicted_overhead_range, False),
+        ("measured", found.measured_overhead, found.measured_overhead_range, True),
+    )
+    added = [(label, 100 * share, around, filled) for label, share, around, filled in shares if share is not None]
+    bars = [_Bar(label, share, f"{share:+.1f} %", recomputed, filled) for label, share, _, filled in added]
+    ends = [(share, share) if around is None else (100 * around[0], 100 * around[1]) for _, share, around, _ in added]
+    _bars(times, bars, ends)
+    times.set_xlabel("added time [% of the step], and its range" + ("\n(a busy machine)" if found.doubt else ""))
     verdict = "gradients bitwise equal" if found.exact else "NOT exact"
     figure.suptitle(title or f"The plan against {found.against}: {verdict}", fontsize=11)
     return figure
@@ -59,14 +65,28 @@ class _Bar(NamedTuple):
     filled: bool
 
 
-def _bars(axis: Axes, bars: list[_Bar]) -> None:
+def _bars(axis: Axes, bars: list[_Bar], ends: Sequence[tuple[float, float]] = ()) -> None:
+    """Draw bars with their words behind them, and behind the ends of their ranges where there are any."""
     drawn = axis.barh(
         [bar.label for bar in bars],
         [bar.width for bar in bars],
         color=[bar.look.colour if bar.filled else "none" for bar in bars],
         edgecolor=[bar.look.colour for bar in bars],
+        xerr=_reach(bars, ends),
+        error_kw={"ecolor": INK, "capsize": 3},
     )
     axis.bar_label(drawn, [bar.words for bar in bars], padding=3, fontsize=8)
     axis.margins(x=0.25)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)
+
+
+def _reach(bars: list[_Bar], ends: Sequence[tuple[float, float]]) -> list[list[float]] | None:
+    """Return how far ranges reach below and above their bars' ends."""
+    if not ends:
+        return None
+    reached = zip(bars, ends, strict=True)
+    below, above = zip(
+        *((max(0, bar.width - low), max(0, high - bar.width)) for bar, (low, high) in reached), strict=True
+    )
+    return [list(below), list(above)]

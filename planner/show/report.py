@@ -22,7 +22,7 @@ from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
 from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
 from ..pictures.timeline import memory_parts
-from ..plan import Plan
+from ..plan import Plan, percent_range
 from ..verify import Verification, verify
 from .factory import Subject
 from .machine import machine_words, versions
@@ -111,6 +111,7 @@ def report_html(
         machine=machine_words(),
         versions=versions(),
         format_bytes=format_bytes,
+        percent_range=percent_range,
     )
 
 
