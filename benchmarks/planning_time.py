@@ -1,21 +1,26 @@
 """How long profiling and planning take against training steps: the demo's model, in one process.
 
     python benchmarks/planning_time.py
+    python benchmarks/planning_time.py --models --blocks 12 24 48 96
 
-The limit is six training steps and ten seconds. Wall time, so other programs on the machine count against it.
+The limit is six training steps and ten seconds. Wall time, so other programs on the machine count against it. The second
+line plans GPT-2 of width 64 with more and more identical blocks and counts CPU seconds of one thread.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
 
+import torch
 from hand_written import timed_in_turn
 from models import build
 from remat.planner import InfeasibleBudgetError, Planner
 from remat.profiler.step import Step
 from remat.profiler.timing import train_once
 from tables import Table, options, publish, scale_note
+from transformers import GPT2Config, GPT2LMHeadModel
 
 LIMIT_STEPS, LIMIT_S = 6, 10.0
 
@@ -25,7 +30,9 @@ def main() -> None:
     parser.add_argument("--budget", default="60%")
     parser.add_argument("--solvers", nargs="+", default=["dp", "ilp", "auto"])
     parser.add_argument("--time-limit", type=float, default=None, help="seconds for each solve")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[], help="plan GPT-2 of width 64 with so many blocks")
     given = parser.parse_args()
+    tables = [by_blocks(given.blocks, given.budget)] if given.blocks else []
     rows: list[dict] = []
     for name in given.models:
         model, batch, loss = build(name, scale=given.scale)
@@ -61,21 +68,53 @@ def main() -> None:
             )
             print(rows[-1], phases.done(), flush=True)
     title = f"Profiling and planning one budget ({given.budget} of the peak) against training steps"
-    publish(
-        given.script, [Table(name="planning_time", title=title, rows=rows, notes=scale_note(given.scale))], given.out
+    if rows:
+        tables.append(Table(name="planning_time", title=title, rows=rows, notes=scale_note(given.scale)))
+    publish(given.script, tables, given.out)
+
+
+def by_blocks(counts: list[int], budget: str) -> Table:
+    """Plan models that differ in their number of identical blocks alone."""
+    torch.set_num_threads(1)
+    ids = torch.randint(0, 1000, (2, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    rows: list[dict] = []
+    # The first only loads what torch loads at first use.
+    for number, blocks in enumerate([counts[0], *counts]):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_head=4, n_layer=blocks, vocab_size=1000, use_cache=False))
+        phases, started = Phases(time.process_time), time.process_time()
+        planner = Planner.of(model, batch, progress=phases.say)
+        profiled = time.process_time()
+        planner.plan(budget, solver="dp", progress=phases.say)
+        if number:
+            taken = time.process_time()
+            rows.append(
+                {
+                    "blocks": blocks,
+                    "profiling, CPU s": profiled - started,
+                    "planning, CPU s": taken - profiled,
+                    "together, CPU s": taken - started,
+                }
+            )
+            print(rows[-1], phases.done(), flush=True)
+    return Table(
+        name="planning_time_by_blocks",
+        title=f"Profiling and planning one budget ({budget} of the peak) against the number of identical blocks",
+        rows=rows,
     )
 
 
 class Phases:
     """Collect how long each phase takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
-        self._phase, self._since = "opening", time.perf_counter()
+        self._clock = clock
+        self._phase, self._since = "opening", clock()
 
     def say(self, phase: str) -> None:
         """End the phase that runs and begin another."""
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 

@@ -147,7 +147,7 @@ def options(doc: str | None, models: Sequence[str], script: str) -> argparse.Arg
     """Return a parser with what every benchmark takes: --out, --models, --scale."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the tables")
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(models), metavar="NAME", help=str(NAMES))
+    parser.add_argument("--models", nargs="*", choices=NAMES, default=list(models), metavar="NAME", help=str(NAMES))
     parser.add_argument("--scale", type=float, default=1.0, help="what to multiply batches by, for quick trials")
     parser.add_argument("--fresh", action="store_true", help="forget the rows that a stopped run has kept")
     parser.set_defaults(script=script)

@@ -130,9 +130,16 @@ class _Line:
         place = None if position is None else self.place(position)
         if place is None:
             return position
+        if self._is_the_end_for(block, place):
+            return position
         if abs(place.block - block) > 1:
             raise NotAlikeError("a block refers to what is more than one block away")
         return place.sweep, place.block - block, place.offset
+
+    @staticmethod
+    def _is_the_end_for(block: int | None, place: _Place) -> bool:
+        """Say whether all blocks see a thing alike: the last block's, whose backward begins a replay of all of them."""
+        return block is not None and place.block == _KEPT - 1 and block <= _PATTERN
 
     def seen_from(self, position: int, block: int | None, copy: int | None, copies: int) -> int:
         """Return the new number of what something refers to.
@@ -144,7 +151,7 @@ class _Line:
             copies: How many blocks are left out.
         """
         place = self.place(position)
-        if place is None:
+        if place is None or self._is_the_end_for(block, place):
             return self.kept(position)
         step = 0 if block is None else place.block - block
         if copy is not None:
@@ -252,6 +259,9 @@ class _Splice:
         parts: list[list[tuple[int, int]]] = []
         ascending: list[bool] = []
         while pieces:
+            if [block for block, _, _ in pieces[:2]] == [_KEPT - 1, 0]:
+                # The last block's backward begins, and needs what a replay of all of them makes.
+                pieces = pieces[1:]
             upward = pieces[0][0] == 0
             sweep, pieces = pieces[:_KEPT], pieces[_KEPT:]
             if [block for block, _, _ in sweep] != (list(range(_KEPT)) if upward else list(reversed(range(_KEPT)))):

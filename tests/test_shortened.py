@@ -302,6 +302,8 @@ PLANS: dict[str, tuple[tuple[PlannedSegment, ...], int]] = {
     "inside every block": (every(".mlp"), BLOCKS),
     "every block, and inside it": (tuple(segment(h, children=(segment(f"{h}.mlp"),)) for h in H), BLOCKS),
     "every block with a save set": (tuple(segment(h, save=KEPT_PRODUCT) for h in H), BLOCKS),
+    "one segment": ((segment(*H[:7]),), 7),
+    "one segment, and every block in it": ((segment(*H[:7], children=tuple(map(segment, H[:7]))),), 7),
     "one segment with a save set": ((segment(*H[:7], save=KEPT_PRODUCT),), 0),
     "two segments": ((segment(*H[:4]), segment(*H[4:])), 0),
     "every second block": (tuple(map(segment, H[::2])), 0),
@@ -316,13 +318,8 @@ def test_the_record_of_a_planned_step_is_that_of_the_whole_one(name: str) -> Non
     assert short == whole
 
 
-@pytest.mark.parametrize("children", [(), tuple(map(segment, H[:7]))])
-def test_blocks_in_one_segment_are_recorded_as_they_run(children: tuple[PlannedSegment, ...]) -> None:
-    segments = (segment(*H[:7], children=children),)
-    session = session_of(gpt2(), TEXT)
-    unplanned = session.record("dry run")
-    with apply_segments(session.step.model, segments):
-        short = session.record("dry run", planned=True, role=partial(_role, segments))
-        whole = session.record("dry run", planned=True)
+def test_the_record_of_one_segment_over_the_blocks_of_a_llama_is_that_of_the_whole_step() -> None:
+    segments = (segment(*(f"model.layers.{number}" for number in range(BLOCKS))),)
+    whole, short, alike = both(session_of(llama(), TEXT), segments)
+    assert alike == BLOCKS
     assert short == whole
-    assert len(short.operators) > len(unplanned.operators)
