@@ -3,7 +3,7 @@
     python benchmarks/planning_time.py
     python benchmarks/planning_time.py --models --blocks 12 24 48 96
 
-The limit is six training steps and ten seconds. Wall time, so other programs on the machine count against it. The second
+The limit is six training steps and ten seconds. Wall time, so other programs on the machine count. The second
 line plans GPT-2 of width 64 with more and more identical blocks and counts CPU seconds of one thread.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
     title = f"Profiling and planning one budget ({given.budget} of the peak) against training steps"
     if rows:
         tables.append(Table(name="planning_time", title=title, rows=rows, notes=scale_note(given.scale)))
-    publish(given.script, tables, given.out)
+    publish(given.script, tables, given.out, name="planning_time" if rows else "planning_time_by_blocks")
 
 
 def by_blocks(counts: list[int], budget: str) -> Table:
