@@ -24,8 +24,8 @@ All that the library raises, wherever it is defined. A ValueError is for what a 
     └── TorchVersionError        a torch whose private parts were never checked
 
 What is raised and caught inside: DryRunFailedError (a planned step that fails where the plain one does not),
-DeviceFullError (a capacity given to the model of the allocator), TooManySetsError and TooManyStatesError (a graph too
-large to search).
+DeviceFullError (a capacity given to the model of the allocator), NotAlikeError (blocks that a shortened record shows
+to differ), TooManySetsError and TooManyStatesError (a graph too large to search).
 """
 
 from __future__ import annotations

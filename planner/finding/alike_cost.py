@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from ...solvers import SOLVERS, BudgetTooSmallError, Solution, Status
 from ...solvers.alike_space import pattern_changes
+from ...solvers.solution import limit_in_force
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
 from .search import Draft, Effort
 
 NOTHING_REPEATS = "alike=True: no block of this model repeats, so it was planned as without"
+MOST_S = 5.0
+"""Seconds for the solve without blocks alike, which takes the longer the more blocks there are."""
 _SEARCHING = ("auto", "dp", "ilp")
 
 
@@ -45,8 +48,9 @@ def alike_cost(bridge: Bridge, draft: Draft, limit: int, effort: Effort) -> Alik
     effort.say("solving without blocks alike, to say what they cost")
     plan, step_ns = draft.solution, max(1, bridge.profile.step_ns)
     problem = bridge.problem(max(1, plan.peak_bytes + limit - draft.peak_bytes))
+    limit_s = min(MOST_S, limit_in_force(effort.time_limit_s))
     try:
-        free: Solution | None = SOLVERS[effort.solver](problem, time_limit_s=effort.time_limit_s, gap=effort.gap)
+        free: Solution | None = SOLVERS[effort.solver](problem, time_limit_s=limit_s, gap=effort.gap)
     except BudgetTooSmallError:
         free = None  # A solver may overstate what a plan holds, see `RetentionGraph`.
     added_ns = plan.added_ns if free is None else min(plan.added_ns, free.added_ns)
@@ -55,7 +59,7 @@ def alike_cost(bridge: Bridge, draft: Draft, limit: int, effort: Effort) -> Alik
     if proven:
         words = f"costs {own - other:.1f} points" if added_ns < plan.added_ns else "costs nothing"
     else:
-        words = f"costs at least {own - other:.1f} points, for nothing is proven of plans without"
+        words = f"costs at least {own - other:.1f} points, for that no plan without adds less is not proven"
     words = f"treating blocks alike {words}: {own:.1f} % added, {other:.1f} % without (both predicted)"
     return AlikeCost(words=(*patterns, words), unrestricted=added_ns / step_ns)
 
@@ -77,7 +81,7 @@ def less_without(bridge: Bridge, draft: Draft, effort: Effort) -> str:
         return ""
     problem = bridge.problem(1)
     try:
-        free = SOLVERS[effort.solver](problem, time_limit_s=effort.time_limit_s, gap=effort.gap).peak_bytes
+        free = SOLVERS[effort.solver](problem, time_limit_s=MOST_S, gap=effort.gap).peak_bytes
     except BudgetTooSmallError as error:
         free = error.least_peak_bytes
     less = draft.solution.peak_bytes - free
