@@ -49,7 +49,7 @@ def promises_kept(verification: Verification, *, title: str = "") -> Figure:
     bars = [_Bar(label, share, f"{share:+.1f} %", recomputed, filled) for label, share, _, filled in added]
     ends = [(share, share) if around is None else (100 * around[0], 100 * around[1]) for _, share, around, _ in added]
     _bars(times, bars, ends)
-    times.set_xlabel("added time [% of the step], and its range" + ("\n(a busy machine)" if found.doubt else ""))
+    times.set_xlabel("added time [% of the step]" + ("\n(the machine was busy)" if found.doubt else ""))
     verdict = "gradients bitwise equal" if found.exact else "NOT exact"
     figure.suptitle(title or f"The plan against {found.against}: {verdict}", fontsize=11)
     return figure
