@@ -31,6 +31,9 @@ ENOUGH_NS = 2_000_000_000
 """Runs are not repeated beyond this, but twice: what disturbs a short one averages out in them."""
 BUSY = 1.2
 """A machine is busy with other work where runs take this many times the CPU time by the clock on the wall."""
+MOST_FORWARD = 0.6
+"""A forward takes a third of a step where backward makes two products for each of forward's, and half where nearly all
+parameters are frozen; a larger share than this is something else's doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,11 @@ class StepTimes:
         for name, spread in (("forward", self.forward), ("step", self.step)):
             if spread is not None and not spread.is_steady:
                 found.append(f"repeats of the {name} differ widely: {spread}")
-        if self.step is not None and 2 * self.forward.median_ns > self.step.median_ns:
-            share = self.forward.median_ns / self.step.median_ns
+        if self.step is not None and self.forward.median_ns > MOST_FORWARD * self.step.median_ns:
+            share = 100 * self.forward.median_ns / self.step.median_ns
             found.append(
-                f"forward takes {share:.0%} of the step: so it is where little is trained or Python takes the time, "
-                "else the measurement was disturbed"
+                f"forward took {share:.0f} % of the measured step, more than usual: either Python's own time dominates "
+                "(small operators) or the machine was disturbed; the added time is less certain"
             )
         if self.wall_over_clock > BUSY:
             found.append(f"the machine is busy: runs took {self.wall_over_clock:.1f} times their CPU time")
