@@ -77,12 +77,17 @@ def _best(found: list[Solution], notes: list[str], started: int) -> Solution:
     """Return the cheapest solution, and say what the others are."""
     best = min(found, key=lambda solution: solution.added_ns)
     others = [
-        f"the plan of {item.solver} ({item.status}) adds {item.added_ns / max(1, best.added_ns):.3g} times as much"
+        f"the plan of {item.solver} ({item.status}) adds {_times_as_much(item, best)}"
         for item in found
         if item is not best
     ]
     note = "; ".join([best.note] * bool(best.note) + others + notes)
     return replace(best, wall_ns=time.perf_counter_ns() - started, note=note)
+
+
+def _times_as_much(item: Solution, best: Solution) -> str:
+    times = f"{item.added_ns / max(1, best.added_ns):.3g}"
+    return "the same" if times == "1" or not item.added_ns else f"{times} times as much"
 
 
 def _try_ilp(

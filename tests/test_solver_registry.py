@@ -10,12 +10,14 @@ from remat.solvers import (
     Candidate,
     Problem,
     Segment,
+    Solution,
     Stage,
     Status,
     Tensor,
     simulate,
     solution,
 )
+from remat.solvers.auto import _best
 
 from benchmarks.solver_problems import unequal_chain
 
@@ -173,3 +175,12 @@ def test_a_time_limit_of_nothing_is_never_worse_than_a_heuristic():
             assert SOLVERS["dp"](problem, time_limit_s=0.0).added_ns <= added
             assert SOLVERS["ilp"](problem, time_limit_s=0.0).added_ns <= added
     assert solved > 12
+
+
+def test_auto_says_of_the_plans_that_it_did_not_take_how_much_more_they_add():
+    known = {"segments": (), "peak_bytes": 1, "status": Status.OPTIMAL, "lower_bound_ns": 0, "wall_ns": 1}
+    times = {"dp": 1000, "ilp": 1001, "dp_nested": 1500}
+    found = _best([Solution(solver=name, added_ns=added, **known) for name, added in times.items()], [], 0)
+    assert found.note == (
+        "the plan of ilp (optimal) adds the same; the plan of dp_nested (optimal) adds 1.5 times as much"
+    )
