@@ -58,6 +58,16 @@ def test_class_names_and_state_dict_stay():
         assert model.forward.__self__ is model
 
 
+def test_what_apply_returned_says_what_it_is():
+    model, _ = make(Stack)
+    applied = apply_segments(model, PLAN)
+    assert repr(applied) == "<Applied: 3 segments on Stack>"
+    applied.remove()
+    assert repr(applied) == "<Applied: 3 segments on Stack, taken off>"
+    with apply_segments(model, PLAN[:1]) as applied:
+        assert repr(applied) == "<Applied: 1 segment on Stack>"
+
+
 def test_removing_brings_every_attribute_back():
     model, x = make(Stack)
     model.blocks[0].register_forward_hook(lambda module, args, output: None)

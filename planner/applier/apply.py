@@ -132,6 +132,11 @@ class Applied:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
+    def __repr__(self) -> str:
+        count = len(self._planned.threads.top.begins)
+        state = "" if self._attached else ", taken off"
+        return f"<Applied: {count} segment{'' if count == 1 else 's'} on {type(self.model).__name__}{state}>"
+
 
 def applied_to(model: nn.Module) -> Applied | None:
     """Return the plan in force on a model, as `apply` returned it; a copy of a planned model has one of its own."""
