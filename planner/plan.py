@@ -72,7 +72,7 @@ class PlannedBatch:
     def __str__(self) -> str:
         return (
             f"with {shape_words(self.tensors)}: peak {_bytes(self.predicted_peak_bytes)} (unplanned "
-            f"{_bytes(self.unplanned_peak_bytes)}), overhead {percent_range(self.predicted_overhead, None)}"
+            f"{_bytes(self.unplanned_peak_bytes)}), added time {percent_range(self.predicted_overhead, None)}"
         )
 
 
@@ -80,7 +80,7 @@ class PlannedBatch:
 class Plan:
     """Hold the segments to checkpoint and everything that was promised about them.
 
-    Bytes are peaks of the whole step. Overheads are fractions of the unplanned step's time (0.1 is 10 %).
+    Bytes are peaks of the whole step. An overhead is added time, as a share of the unplanned step's (0.1 is 10 %).
 
     Attributes:
         segments: Top-level segments, disjoint, in execution order.
@@ -368,14 +368,14 @@ def percent_range(share: float | None, around: tuple[float, float] | None, *, un
 
 def _headline(plan: Plan) -> str:
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
-    overhead, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
+    added, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
     if plan.measured_overhead is not None:
-        overhead += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
+        added += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
     how = [known.card and f"for {known.card}", known.precision, known.output_words, known.sharding_words]
     return (
         f"plan: {_count(len(plan.segments), 'segment')}, peak {_bytes(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
-        f"overhead {overhead}; solver {plan.solver or 'none'} {plan.status}; "
+        f"added time {added}; solver {plan.solver or 'none'} {plan.status}; "
         f"bytes {plan.bytes_from}, times {plan.times_from}; {', '.join(filter(None, how))}"
     )
 

@@ -241,7 +241,7 @@ def test_another_model_is_refused_with_what_differs(name):
 def test_the_text_of_a_plan_names_promises_and_segments():
     text = str(PLAN)
     for words in (
-        *("2 segments", "peak 900.0 MiB", "budget 1.00 GiB", "overhead 12.5 %", "solver dp optimal"),
+        *("2 segments", "peak 900.0 MiB", "budget 1.00 GiB", "added time 12.5 %", "solver dp optimal"),
         *("  blocks: 0, 1  (keeps the outputs of 1 operator", "\n    0.0  (replays to its end)", "  blocks.2#1"),
         "note: blocks.2 left out once",
     ):

@@ -136,7 +136,7 @@ def print_differences(console: Console, found: Differences, names: tuple[str, st
     for line in found.only_second:
         table.add_row("segments", "", Text(line))
     for field, (first, second) in found.fields.items():
-        words = field.removesuffix("_bytes").replace("_", " ")
+        words = field.removesuffix("_bytes").replace("overhead", "added time").replace("_", " ")
         table.add_row(Text(words), Text(field_words(field, first)), Text(field_words(field, second)))
     console.print(table)
 
