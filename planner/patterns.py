@@ -18,6 +18,7 @@ from typing import Any
 
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
+from .near_names import did_you_mean
 from .segments import Call, PlannedSegment, SavedOperator
 
 Entry = str | dict[str, Any]
@@ -277,10 +278,15 @@ def _facts(entry: object) -> tuple[dict[str, Any], str]:
         PlanFileError: It is neither a line nor such a mapping.
     """
     facts: dict[Any, Any] = {"calls": entry} if isinstance(entry, str) else entry if isinstance(entry, dict) else {}
-    unknown = [key for key in facts if key not in _KEYS]
-    if unknown or not isinstance(facts.get("calls"), str):
+    unknown = [str(key) for key in facts if key not in _KEYS]
+    if unknown or "calls" not in facts:
         what = f"{unknown[0]!r} is none of them" if unknown else f"got {_short(entry)}"
-        raise PlanFileError(f"a segment is a line, or a mapping with {', '.join(_KEYS)}: {what}")
+        close = did_you_mean(unknown[0], _KEYS) if unknown else ""
+        raise PlanFileError(
+            f"a segment is a line, or a mapping with {', '.join(_KEYS)}: {what}{close and f'; {close}'}"
+        )
+    if not isinstance(facts["calls"], str):
+        raise PlanFileError(f"calls is text like 'blocks.9', got a {type(facts['calls']).__name__}: {_short(entry)}")
     return facts, facts["calls"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
+from .near_names import did_you_mean
 from .patterns import Entry, Group, grouped, groups_of, kept_places, line_of, read
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
@@ -307,6 +308,11 @@ def _content(text: str | bytes, source: str) -> dict[str, Any]:
         reason = re.sub(r"^Invalid JSON: ", "", error.errors()[0]["msg"])
         raise PlanFileError(f"{source}: not JSON ({reason}); the file is truncated or no plan, make it again") from None
     if not isinstance(content, dict) or "segments" not in content:
+        known = {item.name for item in fields(Plan)}
+        strange = [name for name in content if name not in known] if isinstance(content, dict) else []
+        near = next((name for name in strange if did_you_mean(name, ["segments"])), "")
+        if near:
+            raise PlanFileError(f"{source}: unknown field {near!r}, and no field 'segments'; did you mean 'segments'?")
         raise PlanFileError(f"{source}: no field 'segments', so this is no plan file; pass what Plan.save wrote")
     return content
 
@@ -343,6 +349,11 @@ def _one_line(error: ValidationError, source: str) -> str:
     value = re.sub(r"\s+", " ", repr(first["input"]))
     value = value if len(value) <= 60 else value[:57] + "..."
     more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "unexpected_keyword_argument":
+        kinds: dict[Any, Any] = {"circumstances": Circumstances, "segments": PlannedSegment, "fingerprint": Fingerprint}
+        kind = Plan if len(first["loc"]) == 1 else kinds.get(first["loc"][0])
+        close = did_you_mean(str(first["loc"][-1]), (item.name for item in fields(kind))) if kind else ""
+        return f"{source}: unknown field {place}{more}; {close or 'undo the edit or make the plan again'}"
     return f"{source}: field {place}: {first['msg']}, got {value}{more}; undo the edit or make the plan again"
 
 

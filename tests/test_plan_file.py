@@ -117,8 +117,25 @@ BROKEN = {
     "no schema": (_edited(lambda c: c.pop("schema_version")), "schema_version is None"),
     "a word for a number": (_edited(lambda c: c.update(budget_bytes="8GiB")), "field budget_bytes.*'8GiB'"),
     "a negative number": (_edited(lambda c: c.update(budget_bytes=-1)), "field budget_bytes"),
-    "a misspelt field": (_edited(lambda c: c.update(solvr="dp")), "field solvr"),
+    "a misspelt field": (_edited(lambda c: c.update(solvr="dp")), "unknown field solvr; did you mean 'solver'"),
+    "a misspelt circumstance": (
+        _edited(lambda c: c["circumstances"].update(optimzer="adamw")),
+        r"unknown field circumstances\.optimzer; did you mean 'optimizer'",
+    ),
+    "a field of another tool": (_edited(lambda c: c.update(zebra=1)), "unknown field zebra; undo the edit or make"),
+    "segments misspelt": (
+        _edited(lambda c: c.update(segmnts=c.pop("segments"))),
+        "unknown field 'segmnts', and no field 'segments'; did you mean 'segments'",
+    ),
     "a misspelt segment field": (_edited(lambda c: c["segments"][0].update(childs=[])), "'childs' is none of them"),
+    "a segment field nearly right": (
+        _edited(lambda c: c["segments"][0].update(insde=[])),
+        "'insde' is none of them; did you mean 'inside'",
+    ),
+    "a list for a line": (
+        _edited(lambda c: c["segments"].append({"calls": ["blocks.0"]})),
+        r"calls is text like 'blocks\.9', got a list",
+    ),
     "no calls": (_edited(lambda c: c["segments"][0].pop("calls")), "field segments: a segment is a line, or a mapping"),
     "a number for a segment": (_edited(lambda c: c["segments"].append(3)), r"field segments\.2.*got 3"),
     "a segment in full without members": (
