@@ -245,7 +245,9 @@ def _profile(
     if again:
         raise BatchError(
             f"module {again[0]!r} is called again in backward: the model checkpoints itself "
-            "(torch.utils.checkpoint in its forward), and the two do not stack; take that out first"
+            "(torch.utils.checkpoint in its forward), and the two do not stack. Switch that off first: for a model of "
+            "transformers by model.gradient_checkpointing_disable(); for a trainer, leave out "
+            "gradient_checkpointing=True and activation_checkpointing=True; else take the call out of forward"
         )
     if recording.loss_is_assumed:
         notes.append("no loss was given and the output carries none: the mean of the outputs was taken; pass loss=")

@@ -206,7 +206,10 @@ def test_a_kept_plan_that_is_too_large_by_now_is_made_again(tmp_path, planned_ti
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"activation_checkpointing": True}, "activation_checkpointing=True is the Trainer's own.*leave it out"),
+        (
+            {"activation_checkpointing": True},
+            r"activation_checkpointing=True \(or gradient_checkpointing=True, its older name\).*leave it out",
+        ),
         ({"use_cache": True}, "use_cache=True makes a key-value cache"),
     ],
 )

@@ -90,7 +90,10 @@ def _refuse(args: TrainingArguments) -> None:
     """
     reason = ""
     if args.activation_checkpointing:
-        reason = "activation_checkpointing=True is the Trainer's own, and the two do not stack: leave it out"
+        reason = (
+            "activation_checkpointing=True (or gradient_checkpointing=True, its older name) is the Trainer's own, and "
+            "the two do not stack: leave it out"
+        )
     elif args.use_cache:
         reason = "use_cache=True makes a key-value cache in training, which cannot be replayed: leave it out"
     elif args.torch_compile:
