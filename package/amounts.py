@@ -7,6 +7,8 @@ import re
 from humanize import naturalsize
 from pydantic import ByteSize
 
+AUTO = "auto"
+"""Stands, where a trainer is about to train, for what its device can give."""
 _UNITS = {unit: size for unit, size in ByteSize.byte_sizes.items() if not unit.endswith("bit")}
 _LEAST_BARE = 2**16
 """A smaller number in text is rather a share or a count of larger units than bytes."""
@@ -28,10 +30,17 @@ def read_amount(amount: int | str, whole_bytes: int) -> int:
     Raises:
         AmountError: It is not a positive amount in a known unit.
     """
+    if isinstance(amount, float) and 0 < amount <= 1:
+        raise AmountError(f'the budget {amount!r} is no number of bytes: a share is written "{100 * amount:g}%"')
     if isinstance(amount, bool) or not isinstance(amount, (int, str)):
         raise AmountError(f"budget must be an int or text, got {amount!r} ({type(amount).__name__}): {_EXPECTED}")
     if isinstance(amount, int):
         found: float = amount
+    elif amount.strip() == AUTO:
+        raise AmountError(
+            f'the budget "{AUTO}" is for plan_once and the callbacks of trainers, which ask the device what it has '
+            f"free: here, {_EXPECTED}"
+        )
     else:
         match = _PATTERN.fullmatch(amount)
         unit = match[2].lower() if match else "?"
@@ -39,8 +48,9 @@ def read_amount(amount: int | str, whole_bytes: int) -> int:
             raise AmountError(f"cannot read the budget {amount!r}: {_EXPECTED}")
         number = float(match[1])
         if not unit and number < _LEAST_BARE:
+            share = f"{100 * number:g}" if number < 1 else match[1]
             raise AmountError(
-                f'the budget {amount!r} has no unit: write "{match[1]}%", "{match[1]}MiB" or "{match[1]}GiB"'
+                f'the budget {amount!r} has no unit: write "{share}%", "{match[1]}MiB" or "{match[1]}GiB"'
             )
         found = number / 100 * whole_bytes if unit == "%" else number * _UNITS.get(unit, 1)
     if found < 1:

@@ -10,10 +10,10 @@ from typing import Unpack
 from torch import nn
 
 from ..profiler.times import Origin
-from .budget import format_bytes
+from .budget import check_meant, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner
-from .options import StepKeywords
+from .options import StepKeywords, check_keywords, own_parameters
 from .plan import Plan, percent_range
 
 _INTEGERS = ("torch.int64", "torch.int32")
@@ -151,6 +151,10 @@ def answer(
         BatchError: The batch, `units` or `ranks` cannot be used.
         PlanError: `planner` was made for another model, batch or step than the one given.
     """
+    check_keywords(step, own_parameters(answer))
+    parse_budget(budget, 1 << 40)
+    if step.get("ranks", 1) == 1:
+        check_meant(budget, model)
     if planner is None:
         planner = Planner.of(model, batch, progress=progress, **step)
     else:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from remat.amounts import AmountError, format_bytes, read_amount
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import PlanError
 
-__all__ = ["BudgetError", "check_share", "format_bytes", "parse_budget"]
+__all__ = ["BudgetError", "check_meant", "check_share", "format_bytes", "parse_budget"]
+
+_LEAST_MEANT = 2**20
+"""A budget from this many bytes on is taken for one, however large the model: then the error says what the least is."""
 
 
 class BudgetError(PlanError):
@@ -27,6 +32,26 @@ def parse_budget(budget: int | str, unplanned_peak_bytes: int) -> int:
         return read_amount(budget, unplanned_peak_bytes)
     except AmountError as error:
         raise BudgetError(str(error)) from None
+
+
+def check_meant(budget: int | str, model: object) -> None:
+    """Refuse a small number of bytes that was rather meant as per cent, MiB or GiB, before anything is profiled.
+
+    Args:
+        budget: The budget, which can be read.
+        model: The model, on one rank, whose parameters alone tell here that it cannot be meant.
+
+    Raises:
+        BudgetError: It is less than the parameters take, and less than any budget that was worked out.
+    """
+    if not isinstance(budget, int) or budget >= _LEAST_MEANT or not isinstance(model, nn.Module):
+        return
+    taken = sum(parameter.nbytes for parameter in model.parameters() if not is_lazy(parameter))
+    if budget < taken:
+        raise BudgetError(
+            f"the budget {budget} is bytes, and the parameters alone take {format_bytes(taken)}: did you mean "
+            f'"{budget}%", "{budget}MiB" or "{budget}GiB"?'
+        )
 
 
 def check_share(name: str, value: float) -> float:

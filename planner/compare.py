@@ -15,7 +15,7 @@ from .applier.apply import unplanned
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
-from .options import StepKeywords
+from .options import StepKeywords, check_keywords, own_parameters
 from .phases import Phase
 from .pictures.tables import html_table
 from .plan import Plan, percent_range
@@ -247,6 +247,7 @@ def compare(
         BudgetError: A budget or a solver's name cannot be read, or there is none.
         BatchError: The batch cannot be used.
     """
+    check_keywords(step, own_parameters(compare))
     alike = planner.options.alike if planner is not None else step.get("alike", False)
     if solvers is None:
         solvers = ("all" if alike else "sqrt", "dp", "ilp")

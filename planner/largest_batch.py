@@ -14,7 +14,7 @@ from ..profiler.profiling import silent
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
-from .options import StepKeywords, StepOptions
+from .options import StepKeywords, StepOptions, check_keywords, own_parameters
 from .pictures.tables import html_table
 from .plan import Plan
 from .verify import Verification, verify
@@ -176,6 +176,7 @@ def largest_batch(
         InfeasibleBudgetError: Not even the smallest size fits.
         BudgetError: The budget, the solver or the sizes cannot be read.
     """
+    check_keywords(step, own_parameters(largest_batch))
     check_solver(solver, alike=step.get("alike", False))
     if isinstance(budget, str) and "%" in budget:
         raise BudgetError(f"budget {budget!r}: a share has no meaning over several batch sizes; pass bytes or '8GiB'")

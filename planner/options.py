@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
@@ -17,6 +17,7 @@ from ..profiler.repeatable_hooks import Repeatable
 from ..profiler.step import Loss
 from .by_name import policy_of, policy_words
 from .errors import PlanError
+from .near_names import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -111,12 +112,7 @@ class StepOptions:
             TypeError: There is no such option.
             BatchError: `optimizer`, `exclude`, `only`, `units`, `ranks` or `repeatable_hooks` cannot be used.
         """
-        known = [field.name for field in fields(cls)]
-        for name in keywords:
-            if name not in known:
-                close = get_close_matches(name, known, 1)
-                meant = f"did you mean {close[0]!r}?" if close else f"the options of a step are {', '.join(known)}"
-                raise TypeError(f"got an unexpected keyword argument {name!r}: {meant}")
+        check_keywords(keywords)
         units: Any = keywords.get("units", ())
         if not isinstance(units, Iterable):
             raise BatchError(
@@ -197,6 +193,30 @@ class StepOptions:
     def items(self) -> list[tuple[str, Any]]:
         """Return the options with their names."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def check_keywords(keywords: Iterable[str], own: Iterable[str] = ()) -> None:
+    """Refuse keywords that are no options of a step.
+
+    Args:
+        keywords: What came beside a call's own parameters.
+        own: The call's own parameters, one of which may be meant.
+
+    Raises:
+        TypeError: There is no such option.
+    """
+    options = [field.name for field in fields(StepOptions)]
+    known = [*own, *options]
+    for name in keywords:
+        if name not in options:
+            meant = did_you_mean(name, known) or f"what can be given is {', '.join(known)}"
+            raise TypeError(f"got an unexpected keyword argument {name!r}: {meant}")
+
+
+def own_parameters(call: Callable[..., object]) -> list[str]:
+    """Return the names of a call's parameters, without those that it passes on as keywords."""
+    found = signature(call).parameters.values()
+    return [parameter.name for parameter in found if parameter.kind is not Parameter.VAR_KEYWORD]
 
 
 def _patterns(name: str, given: object) -> tuple[str, ...]:

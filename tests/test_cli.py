@@ -207,6 +207,8 @@ TYPED = {
     "plan nowhere.py:build --budget 60%": "there is no file nowhere.py",
     "plan factories.py:build --budget plenty": "cannot read the budget 'plenty'",
     "plan factories.py:build --budget 60": "the budget '60' has no unit",
+    "plan factories.py:build --budget 0.6": 'write "60%"',
+    "plan factories.py:build --budget auto": "is for plan_once and the callbacks",
     "plan factories.py:build --budget 60% --solver x": "unknown solver 'x'",
     "plan factories.py:build --budget 60% --solver dp_nestd": "did you mean dp_nested?",
     "plan factories.py:build --budget 60% --headroom 2": "headroom must be a share",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, Plan, Planner, apply, compare, plan, verify
+from remat.planner import InfeasibleBudgetError, Plan, Planner, answer, apply, compare, plan, verify
 from remat.planner.budget import BudgetError, format_bytes, parse_budget
 from remat.solvers import SOLVERS, simulate
 from torch import nn
@@ -219,6 +219,27 @@ def test_a_small_number_without_a_unit_is_refused_as_text():
         parse_budget("60", 1 << 30)
 
 
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("0.6", 'write "60%", "0.6MiB"'),
+        (0.6, 'a share is written "60%"'),
+        ("auto", r'"auto" is for plan_once and the callbacks of trainers.*pass bytes as an int'),
+    ],
+)
+def test_a_budget_that_was_meant_otherwise_says_how_it_is_written(budget, words):
+    with pytest.raises(BudgetError, match=words):
+        parse_budget(budget, 1 << 30)
+
+
+def test_a_number_of_bytes_that_parameters_alone_exceed_is_refused_before_anything_is_profiled(monkeypatch):
+    monkeypatch.setattr(Planner, "of", lambda *_, **__: pytest.fail("it was profiled"))
+    model = nn.Linear(64, 64)
+    for call in (plan, answer):
+        with pytest.raises(BudgetError, match=r'the budget 60 is bytes, .* take .* KiB: did you mean "60%", "60MiB"'):
+            call(model, torch.randn(2, 64), 60)
+
+
 def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ignored():
     batch = torch.randn(64, 16)
     first = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
@@ -248,6 +269,17 @@ def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ign
 def test_a_misspelt_option_is_named_with_the_one_that_was_meant():
     with pytest.raises(TypeError, match="did you mean 'optimizer'"):
         plan(nn.Linear(2, 2), torch.randn(2, 2), "50%", optimiser="adamw")
+    for call, word, meant in (
+        (plan, "sovler", "solver"),
+        (answer, "sovler", "solver"),
+        (compare, "mesure", "measure"),
+        (plan, "progres", "progress"),
+    ):
+        given = () if call is compare else ("50%",)
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}': did you mean '{meant}'"):
+            call(nn.Linear(2, 2), torch.randn(2, 2), *given, **{word: "dp"})
+    with pytest.raises(TypeError, match=r"what can be given is model, batch, .*solver, .*loss, optimizer"):
+        plan(nn.Linear(2, 2), torch.randn(2, 2), "50%", quxx=1)
 
 
 class WithTable(nn.Module):

@@ -349,7 +349,7 @@ def test_a_budget_below_all_plans_says_what_holds_it():
     model = opened()
     before = picture(model)
     with pytest.raises(InfeasibleBudgetError, match=r"smallest peak found is .* Raise the budget") as caught:
-        plan(model, X, 1, solver="dp", **LOSS)
+        plan(model, X, "1KB", solver="dp", **LOSS)
     assert caught.value.least_peak_bytes == caught.value.plan.predicted_peak_bytes
     assert same(before, picture(model))
 

@@ -19,10 +19,10 @@ from ..bridge.bridge import Bridge
 from ..bridge.candidates import HostCosts
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..bridge.scope import Scope
-from ..budget import BudgetError, check_share, parse_budget
+from ..budget import BudgetError, check_meant, check_share, parse_budget
 from ..circumstances import autocast_now
 from ..errors import PlanError
-from ..options import StepKeywords, StepOptions
+from ..options import StepKeywords, StepOptions, check_keywords, own_parameters
 from ..pictures.timeline import Timeline
 from ..plan import BatchTensor, Plan, PlannedSegment
 from .alike_cost import alike_cost
@@ -85,12 +85,15 @@ def plan(
         BatchError: The batch, `units` or `ranks` cannot be used.
         PlanError: `planner` was made for another model, batch or step than the one given.
     """
+    check_keywords(step, own_parameters(plan))
     check_share("headroom", headroom)
     check_solver(solver, alike=planner.options.alike if planner is not None else step.get("alike", False))
     check_effort(time_limit_s, gap)
     if budget is None:
         raise BudgetError('budget is missing: pass bytes, "8GiB", or "60%" of the unplanned peak')
     parse_budget(budget, 1 << 40)
+    if step.get("ranks", 1) == 1:
+        check_meant(budget, model)
     if batches is not None:
         _check_alone(batch=batch, planner=planner, race=race, alike=step.get("alike"))
         # Imported here: it is made of what is here.

@@ -17,7 +17,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.named import NamedSegments
 from ..by_name import policy_named
 from ..errors import PlanError
-from ..options import StepKeywords
+from ..options import StepKeywords, check_keywords, own_parameters
 from ..plan import Plan
 from .dry_runs import DryRunFailedError
 from .planning import Found, Planner
@@ -64,6 +64,7 @@ def price(
             was made for another step; or a function that the plan was made with is not given.
         BatchError: The batch cannot be used.
     """
+    check_keywords(step, own_parameters(price))
     check_subject(model, plan)
     plan.check(model)
     known = plan.circumstances
