@@ -1,6 +1,8 @@
 """Trainers that plan at their first batch train as they do without: the same curves, weights and files."""
 
+import logging
 import random
+import re
 import warnings
 
 import lightning
@@ -226,8 +228,12 @@ def test_a_loss_from_outside_the_model_is_asked_for(tmp_path):
 def test_a_misspelt_keyword_is_told_when_the_callback_is_made():
     with pytest.raises(TypeError, match=r"'acumulation'.*accumulation"):
         TransformersPlan("70%", acumulation=True)
+    with pytest.raises(TypeError, match="'sovler': did you mean 'solver'"):
+        TransformersPlan("70%", sovler="dp")
     with pytest.raises(BudgetError, match="unknown solver 'dq'"):
         LightningPlan("70%", solver="dq")
+    with pytest.raises(BudgetError, match=r'a share is written "70%"'):
+        LightningPlan(0.7)
 
 
 def blocks() -> nn.Sequential:
@@ -413,6 +419,31 @@ def test_automatic_is_what_the_device_has_free_less_the_reserve(monkeypatch):
     applied = plan_once(model, batch, "auto", **QUICK)
     assert plan_once(model, batch, "auto") is applied
     assert states() == before
+
+
+def test_what_planning_does_is_logged_once_and_a_kept_plan_is_named(tmp_path, caplog):
+    model, batch, heard = blocks(), torch.randn(64, 16), []
+    known = {"folder": tmp_path, "progress": heard.append, **QUICK}
+    with caplog.at_level(logging.INFO, logger="remat"):
+        plan_once(model, batch, "80%", **known)
+        plan_once(model, batch, "80%", **known).remove()
+        told = [record.getMessage() for record in caplog.records if record.name == "remat"]
+        caplog.clear()
+        plan_once(model, batch, "80%", **known)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert told[0] == f"planning begins: {count:,} parameters, batch float32 [64, 16], budget 80%"
+    assert told[1:-1] == [f"planning: {words}" for words in heard] != []
+    assert re.match(r"planned in \d+\.\d s: <plan: \d+ segments?, peak .* added time ", told[-1])
+    (kept,) = (record.getMessage() for record in caplog.records if record.name == "remat")
+    (file,) = tmp_path.iterdir()
+    assert kept.startswith(f"training under a plan that was kept in {file}: <plan: ")
+
+
+def test_a_callback_says_what_was_asked_and_what_came_of_it(tmp_path):
+    callbacks = TransformersPlan("70%", **QUICK), LightningPlan("70%", **QUICK)
+    assert {repr(callback) for callback in callbacks} == {"<PlanCallback: budget '70%', waits for the first batch>"}
+    callbacks[0].plan = Plan(segments=(), predicted_peak_bytes=2**20)
+    assert repr(callbacks[0]).startswith("<PlanCallback: budget '70%', plan: 0 segments, peak 1.0 MiB")
 
 
 def test_a_sharded_model_is_refused_with_what_to_do():

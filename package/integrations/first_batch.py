@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+from remat.amounts import AUTO
 from remat.planner import Applied, Plan, PlanError, apply
 from remat.planner.applier.apply import applied_to
+from remat.planner.budget import parse_budget
 from remat.planner.finding.planning import check_solver, plan
-from remat.planner.options import StepKeywords, StepOptions
+from remat.planner.options import StepKeywords, StepOptions, check_keywords
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .device_budget import RESERVE, device_budget
 from .kept_plans import KeptPlans
 from .ranks import from_rank_0, least, several
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("remat")
 
 
 class FirstPlanKeywords(StepKeywords, total=False):
@@ -68,9 +73,12 @@ class FirstPlan:
             TypeError: There is no such keyword.
             PlanError: A value cannot be read.
         """
-        own = {name.name for name in fields(cls)} - {"budget", "step"}
+        own = [name.name for name in fields(cls) if name.name not in ("budget", "step")]
         step: Any = {name: value for name, value in keywords.items() if name not in own}
+        check_keywords(step, own)
         StepOptions.of(step)
+        if budget != AUTO:
+            parse_budget(budget, 1 << 40)
         given: dict[str, Any] = {name: value for name, value in keywords.items() if name in own}
         if given.get("folder") is not None:
             given["folder"] = Path(given["folder"])
@@ -103,34 +111,51 @@ class FirstPlan:
         # accelerate's wrapper passes on to the optimizer that it holds.
         step["optimizer"] = getattr(step.get("optimizer"), "optimizer", step.get("optimizer"))
         limit: int | str = self.budget
-        if limit == "auto":
+        if limit == AUTO:
             limit = least(device_budget(model, batch, step.get("optimizer"), self.reserve))
         asked = {**step, "budget": self.budget, "reserve": self.reserve, "solver": self.solver}
         kept = KeptPlans(self.folder or (None if folder is None else Path(folder)), asked, model, batch)
 
         def text() -> str:
+            # Runs on rank 0 alone: what is done is told once.
             found = kept.find()
-            if found is None or (isinstance(limit, int) and (found.predicted_peak_bytes or 0) > limit):
-                with around():
-                    found = self._plan(model, batch, limit, step)
-                kept.keep(found)
+            if found is not None and not (isinstance(limit, int) and (found.predicted_peak_bytes or 0) > limit):
+                _log.info("training under a plan that was kept in %s: %r", kept.path, found)
+                return found.to_json()
+            with around():
+                found = self._plan(model, batch, limit, step)
+            kept.keep(found)
             return found.to_json()
 
-        made = Plan.from_json(from_rank_0(text))
-        _log.info("%s", str(made).splitlines()[0])
-        return made
+        return Plan.from_json(from_rank_0(text))
+
+    def words(self, made: Plan | None) -> str:
+        """Return the budget in words, and the plan that came of it, if there is one by now."""
+        return f"budget {self.budget!r}, {'waits for the first batch' if made is None else repr(made).strip('<>')}"
 
     def _plan(self, model: nn.Module, batch: object, limit: int | str, step: StepKeywords) -> Plan:
-        return plan(
+        """Plan, and log what is done: it takes a while, and trainers show nothing meanwhile."""
+        count = sum(parameter.numel() for parameter in model.parameters())
+        words = f"{limit} bytes" if isinstance(limit, int) else limit
+        _log.info("planning begins: %s parameters, batch %s, budget %s", f"{count:,}", _shapes(batch), words)
+        began = time.monotonic()
+        found = plan(
             model,
             batch,
             limit,
             solver=self.solver,
             headroom=self.headroom,
             time_limit_s=self.time_limit_s,
-            progress=self.progress,
+            progress=self._say,
             **step,
         )
+        _log.info("planned in %.1f s: %r", time.monotonic() - began, found)
+        return found
+
+    def _say(self, words: str) -> None:
+        _log.info("planning: %s", words)
+        if self.progress is not None:
+            self.progress(words)
 
 
 def plan_once(model: nn.Module, batch: object, budget: int | str, **keywords: Unpack[FirstPlanKeywords]) -> Applied:
@@ -153,6 +178,12 @@ def plan_once(model: nn.Module, batch: object, budget: int | str, **keywords: Un
     if applied is None:
         applied = apply(model, FirstPlan.of(budget, keywords).make(model, batch))
     return applied
+
+
+def _shapes(batch: object) -> str:
+    """Say what tensors a batch holds."""
+    found = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in found)
 
 
 def _refuse_sharded(model: nn.Module) -> None:

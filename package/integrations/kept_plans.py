@@ -29,25 +29,28 @@ class KeptPlans:
         asked: What was asked for: budget, solver, options of the step.
         model: The model.
         batch: The batch, as it enters the model.
+
+    Attributes:
+        path: The file that the plan is kept in; None where none is.
     """
 
     def __init__(self, folder: Path | None, asked: Mapping[str, object], model: nn.Module, batch: object) -> None:
-        self._path = None if folder is None else folder / f"plan-{_key(asked, model, batch)}.json"
+        self.path = None if folder is None else folder / f"plan-{_key(asked, model, batch)}.json"
 
     def find(self) -> Plan | None:
         """Return the plan kept for all of this; None where there is none, or none that this version reads."""
-        if self._path is None or not self._path.is_file():
+        if self.path is None or not self.path.is_file():
             return None
         try:
-            return Plan.load(self._path)
+            return Plan.load(self.path)
         except PlanFileError:
             return None
 
     def keep(self, plan: Plan) -> None:
         """Write a plan, whole or not at all."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            plan.save(self._path)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(self.path)
 
 
 def _key(asked: Mapping[str, object], model: nn.Module, batch: object) -> str:

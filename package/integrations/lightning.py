@@ -72,6 +72,9 @@ class PlanCallback(Callback):
         """Take the plan off; the module is as it was."""
         self._take_off()
 
+    def __repr__(self) -> str:
+        return f"<PlanCallback: {self._settings.words(self.plan)}>"
+
     def _take_off(self) -> None:
         if self._applied is not None:
             self._applied.remove()

@@ -74,6 +74,9 @@ class PlanCallback(TrainerCallback):
         """Take the plan off; the model is as it was."""
         self._take_off()
 
+    def __repr__(self) -> str:
+        return f"<PlanCallback: {self._settings.words(self.plan)}>"
+
     def _take_off(self) -> None:
         if self._waiting is not None:
             self._waiting.take_off()
