@@ -71,7 +71,7 @@ def test_custom_functions_between_members_are_planned_around_at_once(check, monk
     torch.manual_seed(0)
     model, x = Waves(depth=16).train(), torch.randn(64, 16, requires_grad=True)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        plan(model, x, 1, solver="dp", loss=square, check=check, repeats=0)
+        plan(model, x, "1B", solver="dp", loss=square, check=check, repeats=0)
     found = caught.value.plan
     assert len(found.segments) >= 8
     assert 1 <= len(run) <= 6

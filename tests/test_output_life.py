@@ -77,7 +77,7 @@ def test_a_plan_says_what_a_held_output_costs_and_how_to_tell_that_a_loop_drops_
     made = plan(model, x, "90%", solver="dp", loss=cross_entropy, repeats=0, check=False)
     assert any("256.0 KiB" in note and "holds_output=False" in note for note in made.notes)
     with pytest.raises(InfeasibleBudgetError, match="holds_output=False"):
-        plan(model, x, 1000, solver="dp", loss=cross_entropy, repeats=0, check=False)
+        plan(model, x, "1KB", solver="dp", loss=cross_entropy, repeats=0, check=False)
     said = plan(model, x, "90%", solver="dp", loss=cross_entropy, repeats=0, check=False, holds_output=False)
     assert not any("holds_output" in note for note in said.notes)
 

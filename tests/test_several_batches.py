@@ -162,7 +162,7 @@ def test_a_batch_longer_than_all_those_planned_for_is_told_once_and_others_are_n
 
 def test_where_nothing_fits_the_batch_that_does_not_is_named():
     with pytest.raises(InfeasibleBudgetError, match=r"with batch 2 \(0 int64 \[8, 64\]\) at the ") as raised:
-        plan(text(), None, 1000, batches=[ids(1, 8), ids(8, 64)], loss=squares, solver="dp", repeats=0)
+        plan(text(), None, "1KB", batches=[ids(1, 8), ids(8, 64)], loss=squares, solver="dp", repeats=0)
     assert raised.value.least_peak_bytes == raised.value.plan.predicted_peak_bytes
 
 

@@ -108,7 +108,7 @@ def test_the_public_call_reaches_the_least_peak_whether_or_not_it_may_use_save_s
     peaks = []
     for save_sets in (True, False):
         with pytest.raises(InfeasibleBudgetError) as caught:
-            plan(model, batch, 1, loss=loss, accumulation=True, repeats=0, save_sets=save_sets, check=name == "M4")
+            plan(model, batch, "1B", loss=loss, accumulation=True, repeats=0, save_sets=save_sets, check=name == "M4")
         peaks.append(caught.value.least_peak_bytes)
     simulated = answers(name, "", "dp_nested")[0].least_peak_bytes
     fixed, whole = recorded(name).fixed_bytes, recorded(name).budget_bytes
