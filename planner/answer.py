@@ -13,6 +13,7 @@ from ..profiler.times import Origin
 from .budget import check_meant, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner
+from .finding.writing import cache_words
 from .options import StepKeywords, check_keywords, own_parameters
 from .plan import Plan, percent_range
 
@@ -32,6 +33,7 @@ class Answer:
         step_ns: Time of the unplanned step (forward, loss, backward), nanoseconds.
         step_time_from: Where it is from.
         peak_words: Where the planned peak is, and what is alive there.
+        cache_words: That a key-value cache keeps blocks from being replayed, and how to do without; "" where none does.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Answer:
     step_ns: int
     step_time_from: Origin
     peak_words: str
+    cache_words: str = ""
 
     @property
     def parameters(self) -> int:
@@ -82,7 +85,8 @@ class Answer:
         run = plan.times_from == "measured"
         kind = f"the unplanned step's time is {self.step_time_from.source}" if run else "nothing was run"
         each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-        verdict = "**Yes**" if self.fits else "**No**: this is the least peak found"
+        so = f", {self.cache_words}; this is the least peak found so" if self.cache_words else ""
+        verdict = "**Yes**" if self.fits else f"**No**{so or ': this is the least peak found'}"
         added = percent_range(plan.predicted_overhead, plan.predicted_overhead_range)
         shapes = ", ".join(f"{tensor.name} {list(tensor.shape)} {_short(tensor.dtype)}" for tensor in plan.batch)
         rows = [
@@ -174,6 +178,7 @@ def answer(
         step_ns=profile.step_ns,
         step_time_from=profile.step_time_from,
         peak_words=planner.timeline(found).peak_words,
+        cache_words=cache_words(planner),
     )
 
 

@@ -147,7 +147,8 @@ class Comparison:
         reached = least.predicted_peak_bytes or 0
         raise InfeasibleBudgetError(
             f"no plan of the comparison fits {format_bytes(limit)}: the smallest peak is {format_bytes(reached)} "
-            f"({reached} bytes, {least.solver}). Raise the budget to that, or make the batch smaller.",
+            f"({least.solver}). Raise the budget to {format_bytes(reached)} ({reached} bytes), or make the batch "
+            "smaller.",
             least_peak_bytes=reached,
             plan=least,
         )

@@ -38,7 +38,7 @@ from .repeatable_hooks import Repeatable, may_run_again, remade_by
 from .roofline import cost
 from .scratch import ScratchMeter
 from .step import BatchError
-from .step_record import BETWEEN_RANKS, Kind, ModuleCall, Operator, StepRecord, Storage
+from .step_record import BETWEEN_RANKS, CHANGES_ARGUMENT, Kind, ModuleCall, Operator, StepRecord, Storage
 
 SMALL_NUMEL = 1 << 20
 """Integer and boolean tensors up to this size keep their real values in a dry run (masks, positions, token ids)."""
@@ -524,7 +524,7 @@ def _observe(module: nn.Module, inputs: Any, remade: frozenset[str]) -> Callable
         if replaced:
             findings.append(f"puts another tensor in place of its buffer {', '.join(replaced)}")
         if _objects_in(inputs) != arguments:
-            findings.append("changes an object passed to it (a cache? pass use_cache=False)")
+            findings.append(CHANGES_ARGUMENT)
         if random.getstate() != python:
             findings.append("draws from Python's random")
         after: Any = np.random.get_state(legacy=True)

@@ -29,6 +29,11 @@ CATEGORIES = (
 
 BETWEEN_RANKS = ("c10d.", "_c10d_functional.", "fsdp.")
 """Beginnings of the names of operators that fill, send or receive buffers between ranks."""
+CHANGES_ARGUMENT = (
+    "changes an object passed to it (a cache? put use_cache=False into the batch, or set model.config.use_cache = "
+    "False)"
+)
+"""What a call changed besides its output where that is no tensor but, most likely, a key-value cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,20 @@ def square(output):
 def least(model, batch, **options):
     """Return the plan of the least peak."""
     with pytest.raises(InfeasibleBudgetError) as caught:
-        plan(model, batch, 1, solver="dp", loss=square, **options)
+        plan(model, batch, "1B", solver="dp", loss=square, **options)
     return caught.value.plan
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "not replayed: 0, because it carries"), (3, "not replayed: 0, 1, 2, because each carries")]
+)
+def test_modules_left_out_for_their_hooks_are_told_with_the_option_that_admits_them(count, words):
+    model = build(lambda layer: layer)
+    for block in model[:count]:
+        block.register_forward_hook(lambda *_: None)
+    (note,) = (note for note in least(model, torch.randn(8, 32), repeats=0).notes if note.startswith("not replayed"))
+    assert note.startswith(f"{words} forward hooks")
+    assert "name them in repeatable_hooks=" in note
 
 
 @pytest.mark.parametrize("norm", NORMS)

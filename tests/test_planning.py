@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, Planner, answer, apply, compare, plan, verify
@@ -72,6 +75,7 @@ def test_an_impossible_budget_names_the_least_peak_and_what_holds_it(planners):
     assert isinstance(error, ValueError)
     assert error.plan.predicted_peak_bytes == error.least_peak_bytes
     assert "parameters" in str(error)
+    assert f"Raise the budget to {format_bytes(error.least_peak_bytes)} ({error.least_peak_bytes} bytes)" in str(error)
     again = planner.plan(error.least_peak_bytes, solver="dp")
     assert again.predicted_peak_bytes <= error.least_peak_bytes
 
@@ -153,6 +157,49 @@ def test_verify_finds_a_replay_that_computes_something_else():
     found = verify(model, torch.randn(4, 16), made, repeats=0)
     assert not found.exact
     assert "0.inner.weight" in found.gradients.unequal
+
+
+class Caching(nn.Module):
+    """Grows a cache from block to block, which is on by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.blocks = nn.ModuleList([CachingBlock() for _ in range(3)])
+
+    def forward(self, x, use_cache=None):
+        cache = [] if (self.config.use_cache if use_cache is None else use_cache) else None
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+class CachingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x, cache):
+        if cache is not None:
+            cache.append(x)
+        return x + self.down(self.up(x).tanh())
+
+
+def test_where_a_cache_keeps_blocks_from_being_replayed_the_refusal_begins_with_that():
+    torch.manual_seed(0)
+    model, x, how = Caching(), torch.randn(256, 32), {"solver": "dp", "repeats": 0}
+    advice = "with use_cache on, which keeps 3 blocks from being replayed: put use_cache=False into the batch (or set "
+    with pytest.raises(InfeasibleBudgetError, match=re.escape(f"no dp plan fits 1.0 KiB {advice}")) as caught:
+        plan(model, x, "1KiB", **how)
+    assert "and plan again. The smallest peak found so is" in str(caught.value)
+    page = str(answer(model, x, "1KiB", **how))
+    assert f"? **No**, {advice}model.config.use_cache = False) and plan again; this is the least peak found so." in page
+    assert "because each changes an object passed to it (a cache? put use_cache=False into the batch" in page
+    assert "? **Yes**. " in str(answer(model, x, "100%", **how))
+    assert "? **No**: this is the least peak found. " in str(answer(model, {"x": x, "use_cache": False}, "1KiB", **how))
+    model.config.use_cache = False
+    with pytest.raises(InfeasibleBudgetError, match=r"no dp plan fits 1\.0 KiB: the smallest peak found is"):
+        plan(model, x, "1KiB", **how)
 
 
 @pytest.mark.parametrize(

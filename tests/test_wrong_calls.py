@@ -312,7 +312,7 @@ def test_a_model_changed_after_apply_fails_loudly(change):
 def test_a_plan_made_in_eval_mode_says_so_everywhere():
     model = opened().eval()
     made = plan(model, X, "100%", solver="dp", **LOSS)
-    assert any("eval mode" in note for note in made.notes)
+    assert made.notes[0].startswith("this plan does nothing in training: it was made in eval mode")
     model.train()
     with pytest.raises(PlanMismatchError, match="made in eval mode"):
         verify(model, X, made, **LOSS)
@@ -352,6 +352,11 @@ def test_a_budget_below_all_plans_says_what_holds_it():
         plan(model, X, "1KB", solver="dp", **LOSS)
     assert caught.value.least_peak_bytes == caught.value.plan.predicted_peak_bytes
     assert same(before, picture(model))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(model, X, "1KB", solver="dp", headroom=0.1, **LOSS)
+    needed = int(re.search(r"Raise the budget to .* \((\d+) bytes\)", str(caught.value))[1])
+    assert caught.value.least_peak_bytes <= int(0.9 * needed) <= caught.value.least_peak_bytes + 1
+    assert plan(model, X, needed, solver="dp", headroom=0.1, **LOSS).predicted_peak_bytes <= 0.9 * needed
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": -1}, {"repeats": -1}])

@@ -117,7 +117,8 @@ class Region:
             kinds = ", ".join(sorted({type(value).__name__ for value in inputs.objects}))
             raise ApplyError(
                 f"segment {where}: an argument object ({kinds}) was changed inside the segment, and a replay would "
-                "change it again; for a key-value cache pass use_cache=False, else plan without this segment"
+                "change it again; for a key-value cache put use_cache=False into the batch (or set "
+                "model.config.use_cache = False), else plan without this segment"
             )
 
     def replay(self, *tensors: torch.Tensor) -> None:

@@ -18,7 +18,10 @@ from ...profiler.step_record import Storage
 from .calls import CallIndex
 from .scope import EVERYWHERE, Scope
 
-HOOKED = "carries forward hooks, which the replay of a segment around it would run again"
+HOOKED = (
+    "carries forward hooks, which the replay of a segment around it would run again (where they only compute, "
+    "name them in repeatable_hooks=)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ...profiler import Profile
 from ...profiler.step import Step
+from ...profiler.step_record import CHANGES_ARGUMENT
 from ..budget import format_bytes
 from ..by_name import function_name, policy_of
 from ..circumstances import Circumstances
@@ -19,6 +21,12 @@ from .explain import explain_peak, held_output
 if TYPE_CHECKING:
     from .planning import Found, Planner
     from .search import Effort
+
+
+EVAL_MODE = (
+    "this plan does nothing in training: it was made in eval mode, and acts in eval mode only; call model.train() and "
+    "plan again"
+)
 
 
 def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
@@ -104,13 +112,43 @@ def infeasible(
     alike = less_without(planner.bridge, least, effort)
     remarks = [words for words in (*planner.bridge.scope.notes(), alike, _held_output(planner)) if words]
     because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
+    cache = cache_words(planner)
+    found_words = f" {cache}. The smallest peak found so is" if cache else ": the smallest peak found is"
+    needed = _budget_for(least.peak_bytes, headroom)
     return InfeasibleBudgetError(
-        f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}: the smallest peak found is "
-        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), {of}at the {holders}.{because} Raise the budget "
-        "to that, make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
+        f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}{found_words} "
+        f"{format_bytes(least.peak_bytes)}, {of}at the {holders}.{because} Raise the budget to {format_bytes(needed)} "
+        f"({needed} bytes), make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
         least_peak_bytes=least.peak_bytes,
         plan=plan,
     )
+
+
+def cache_words(planner: Planner) -> str:
+    """Say that a key-value cache keeps blocks from being replayed, and how to do without; "" where none does.
+
+    It continues a verdict. Nobody need have asked for the cache: transformers' configurations have it on.
+    """
+    step = planner.session.step
+    given = step.kwargs.get("use_cache")
+    configs = (getattr(module, "config", None) for module in step.model.modules())
+    if not (any(getattr(config, "use_cache", False) is True for config in configs) if given is None else given):
+        return ""
+    refused = {item.module for item in planner.bridge.refusals() if item.reason == CHANGES_ARGUMENT}
+    outermost = [path for path in refused if not any(path.startswith(f"{other}.") for other in refused)]
+    if not outermost:
+        return ""
+    blocks = f"{len(outermost)} block{'s' if len(outermost) > 1 else ''}"
+    return (
+        f"with use_cache on, which keeps {blocks} from being replayed: put use_cache=False into the batch (or set "
+        "model.config.use_cache = False) and plan again"
+    )
+
+
+def _budget_for(peak_bytes: int, headroom: float) -> int:
+    """Return the least budget that a peak fits with the headroom kept free."""
+    budget = math.ceil(peak_bytes / (1 - headroom))
+    return budget if int(budget * (1 - headroom)) >= peak_bytes else budget + 1
 
 
 def batch_tensors(step: Step) -> tuple[BatchTensor, ...]:
@@ -133,9 +171,7 @@ def _notes(found: Found) -> tuple[str, ...]:
         else "by a model of its allocator; the driver's context (some hundred MiB) and NCCL are not counted"
     )
     told = (
-        ""
-        if planner.session.step.model.training
-        else "made in eval mode, acts in eval mode only: to train, call model.train() first",
+        "" if planner.session.step.model.training else EVAL_MODE,
         f"budget and peaks are what the card reserves: {format_bytes(beside)} beside what tensors take, {context}"
         if beside
         else "",
@@ -172,7 +208,10 @@ def _refusals(planner: Planner) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for item in planner.bridge.refusals():
         reasons.setdefault(item.reason, []).append(item.module)
-    return [f"{_listed(modules)}, because it {reason}" for reason, modules in reasons.items()]
+    return [
+        f"{_listed(modules)}, because {'it' if len(modules) == 1 else 'each'} {reason}"
+        for reason, modules in reasons.items()
+    ]
 
 
 def _overhead_range(recorded: Profile, added_ns: int) -> tuple[float, float]:
