@@ -36,6 +36,10 @@ def build():
 def without_loss():
     return build()[:2]
 
+def in_eval():
+    model, *others = build()
+    return model.eval(), *others
+
 def failing():
     raise KeyError("no such checkpoint")
 
@@ -304,13 +308,30 @@ def test_an_edited_plan_is_priced_and_differs_from_what_it_was(remat):
     code, out, err = remat(*priced, "--out", "priced.json")
     assert code == 0, err
     assert "edited plan (priced)" in out
+    assert "predicted added time" in out
+    assert "over the budget" not in out
+    assert "two measurements" not in out
+    assert "are two measurements, each by a profile of its own" in remat(*priced[:-1], "1")[1]
     code, out, _ = remat("diff", "plan.json", "priced.json", "--json")
     assert code == 1
     assert json.loads(out)["only_second"] == ["*: act"]
     assert remat("diff", "plan.json", "plan.json")[:2] == (0, "no difference\n")
     content["budget_bytes"] = 1000
     Path("edited.json").write_text(json.dumps(content))
-    assert remat(*priced)[0] == 1
+    code, out, _ = remat(*priced)
+    assert code == 1
+    assert re.match(r"over the budget by [\d.]+ [KM]iB \(peak [\d.]+ [KM]iB, budget 1000 Bytes\)\n", out)
+    code, out, err = remat(*priced, "--json")
+    assert code == 1
+    assert "over the budget by " in err
+    assert Plan.from_json(out).budget_bytes == 1000
+
+
+def test_a_plan_made_in_eval_mode_is_warned_of_on_standard_error(remat):
+    code, out, err = remat("plan", "factories.py:in_eval", "--budget", "100%", "--solver", "none", "--repeats", "0")
+    assert code == 0, err
+    assert "warning: this plan does nothing in training: it was made in eval mode" in err
+    assert "warning: " not in out
 
 
 def test_a_plan_for_another_model_is_refused(remat):
@@ -358,6 +379,8 @@ def test_a_model_that_is_not_there_is_planned_for_a_card_and_priced_for_it(remat
         "plan", "factories.py:on_meta", "--budget", "80%", "--card", "h100-80gb", "--solver", "dp", "--out", "plan.json"
     )
     assert code == 0, err
+    assert re.search(r"h100-80gb \(not there: predicted\): peak [\d.]+ [KM]iB of tensors, in the ", out)
+    assert re.search(r"peak [\d.]+ MiB instead of [\d.]+ MiB \(\d+%\) reserved on the card, budget ", out)
     plan = Plan.load("plan.json")
     assert "h100-80gb" in plan.circumstances.device
     assert plan.segments

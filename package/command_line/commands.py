@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..amounts import format_bytes
 from . import options as opt
 from .failures import Code, code_of, raised_in_model
 from .terminal import Terminal
@@ -24,6 +25,10 @@ _BUDGETS = ["80%", "60%", "40%"]
 _SOLVERS = ["sqrt", "dp", "ilp"]
 _FIGURES = ("predicted_", "unplanned_", "circumstances.")
 """Fields that pricing works out anew; that nothing was searched is no news."""
+_TWO_MEASUREMENTS = (
+    "The two added times are two measurements, each by a profile of its own: a part of their difference may be the "
+    "machine's."
+)
 
 
 def profile(target: opt.Target, step: opt.Step, output: opt.Output, out: opt.ProfileOut = None) -> int:
@@ -58,6 +63,7 @@ def plan(
     terminal, subject = Terminal(output), _load(target, step)
     from remat.planner import Planner
     from remat.planner.finding.planning import plan as find
+    from remat.planner.finding.writing import EVAL_MODE
     from remat.planner.show import as_data, console
 
     with terminal.progress() as say, _running(target, subject):
@@ -70,6 +76,8 @@ def plan(
             found = planner.plan(budget, race=race, **asked)
             console.print_parts(terminal.tables, planner.profile)
     console.print_plan(terminal.tables, found)
+    if not found.training:
+        terminal.warn(EVAL_MODE)
     terminal.result(lambda: as_data.of_plan(found))
     _keep(terminal, found, out)
     return Code.DONE
@@ -124,15 +132,21 @@ def price(
         if subject.loss is not None:
             given["loss"] = subject.loss
         priced = price_plan(subject.model, subject.batch, loaded, progress=say, **given)
+    peak_bytes, budget_bytes = priced.predicted_peak_bytes or 0, priced.budget_bytes
+    over_bytes = 0 if budget_bytes is None else peak_bytes - budget_bytes
+    if budget_bytes is not None and over_bytes > 0:
+        over, peak, budget = map(format_bytes, (over_bytes, peak_bytes, budget_bytes))
+        terminal.say(f"over the budget by {over} (peak {peak}, budget {budget})")
     console.print_plan(terminal.tables, priced)
     changed = diff_plans(loaded, priced)
     figures = {name: values for name, values in changed.fields.items() if name.startswith(_FIGURES)}
     console.print_differences(terminal.tables, replace(changed, fields=figures), ("as the file says", "as it is"))
+    if "predicted_overhead" in figures and "measured" in (loaded.times_from, priced.times_from):
+        terminal.say(_TWO_MEASUREMENTS)
     terminal.result(lambda: as_data.of_plan(priced))
     if out is not None:
         _keep(terminal, priced, out)
-    over = priced.budget_bytes is not None and (priced.predicted_peak_bytes or 0) > priced.budget_bytes
-    return Code.NOT_CONFIRMED if over else Code.DONE
+    return Code.NOT_CONFIRMED if over_bytes > 0 else Code.DONE
 
 
 def diff(

@@ -44,10 +44,18 @@ class Terminal:
         if self._output.as_json:
             print(json.dumps(data(), ensure_ascii=False))
 
+    def say(self, words: str) -> None:
+        """Say something about the result: among the tables, or on standard error where the result is JSON."""
+        console = self._remarks if self._output.as_json else self.tables
+        console.print(words, markup=False)
+
+    def warn(self, words: str) -> None:
+        """Say what must not be missed, on standard error."""
+        self._remarks.print(f"warning: {words}", markup=False)
+
     def wrote(self, path: Path, remark: str = "") -> None:
         """Say that a file was written."""
-        console = self._remarks if self._output.as_json else self.tables
-        console.print(f"wrote {path}{remark}", markup=False)
+        self.say(f"wrote {path}{remark}")
 
     @contextmanager
     def progress(self) -> Iterator[Say]:

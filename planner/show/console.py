@@ -42,8 +42,9 @@ def print_profile(console: Console, profile: Profile, *, rows: int = 24) -> None
 def print_parts(console: Console, profile: Profile) -> None:
     """Print the peak of a step and what it is made of."""
     peak = profile.peak_bytes()
+    of_tensors = " of tensors" if _is_card(profile.device) else ""
     console.print(
-        f"{profile.model} on {profile.device}: peak {format_bytes(peak)}, in the {profile.peak_moment()}; "
+        f"{profile.model} on {profile.device}: peak {format_bytes(peak)}{of_tensors}, in the {profile.peak_moment()}; "
         f"step {profile.step}, forward {profile.forward}",
         markup=False,
     )
@@ -51,6 +52,11 @@ def print_parts(console: Console, profile: Profile) -> None:
     for name, nbytes, share in memory_parts(profile):
         table.add_row(name, format_bytes(nbytes), f"{share:.0%}")
     console.print(table)
+
+
+def _is_card(device: str) -> bool:
+    """Say whether a budget on a device is on what its allocator reserves; a profile counts tensors on any."""
+    return device not in ("", "cpu")
 
 
 def _print_modules(console: Console, profile: Profile, rows: int) -> None:
@@ -70,9 +76,10 @@ def print_plan(console: Console, plan: Plan) -> None:
     """Print what a plan promises and its segments."""
     peak, unplanned = plan.predicted_peak_bytes or 0, plan.unplanned_peak_bytes or 0
     each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    reserved = " reserved on the card" if _is_card(plan.circumstances.device) else ""
     console.print(
         f"{plan.solver} plan ({plan.status}): peak {format_bytes(peak)} instead of {format_bytes(unplanned)} "
-        f"({peak / max(1, unplanned):.0%}){each}, budget {format_bytes(plan.budget_bytes or 0)}; "
+        f"({peak / max(1, unplanned):.0%}){reserved}{each}, budget {format_bytes(plan.budget_bytes or 0)}; "
         f"added time {percent_range(plan.predicted_overhead, plan.predicted_overhead_range)} of the step "
         f"({plan.times_from})",
         markup=False,
