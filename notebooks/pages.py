@@ -5,13 +5,14 @@ from pathlib import Path
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ("demo_memory_over_time.png", "demo_peak_against_overhead.png")
 """Of `remat demo`, kept with the results of the benchmarks."""
 
 
-def page(notebook: nbformat.NotebookNode) -> str:
+def lesson(notebook: nbformat.NotebookNode) -> str:
     """Return a notebook as Markdown."""
     parts: list[str] = []
     for cell in notebook.cells:
@@ -38,11 +39,18 @@ def of_output(output: nbformat.NotebookNode) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the lessons and the demo's pictures to what is built."""
+    """Add the lessons, the demo's pictures and the examples to what is built."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        content = page(nbformat.read(path, as_version=4))
+        content = lesson(nbformat.read(path, as_version=4))
         files.append(File.generated(config, f"lessons/{path.stem}.md", content=content))
     for name in PICTURES:
         source = ROOT / "benchmarks" / "results" / name
         files.append(File.generated(config, f"pictures/{name}", abs_src_path=str(source)))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead a page's links to examples, which stand beside `docs/` in the repository, to those built with the site."""
+    return markdown.replace("](../examples/", "](examples/")

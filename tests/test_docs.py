@@ -38,6 +38,15 @@ def test_programs_that_pages_show_whole_are_examples_which_are_run_by_another_te
     assert [name for name in shown if not (name.startswith("examples/") and (ROOT / name).is_file())] == []
 
 
+def test_beside_each_program_that_a_page_includes_is_a_link_to_its_file():
+    # Where pages are read as files, an include is a line of punctuation.
+    for page in PAGES:
+        text = page.read_text()
+        assert [
+            name for name in SNIPPET.findall(text) if f"\n```\n\nThe file: [`{name}`](../{name})." not in text
+        ] == []
+
+
 def test_every_command_that_pages_show_is_one_with_options_that_exist():
     commands = get_command(app).commands
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
