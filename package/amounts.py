@@ -48,10 +48,9 @@ def read_amount(amount: int | str, whole_bytes: int) -> int:
             raise AmountError(f"cannot read the budget {amount!r}: {_EXPECTED}")
         number = float(match[1])
         if not unit and number < _LEAST_BARE:
-            share = f"{100 * number:g}" if number < 1 else match[1]
-            raise AmountError(
-                f'the budget {amount!r} has no unit: write "{share}%", "{match[1]}MiB" or "{match[1]}GiB"'
-            )
+            text = match[1]
+            meant = f'"{100 * number:g}%"' if 0 < number < 1 else f'"{text}%", "{text}MiB"'
+            raise AmountError(f'the budget {amount!r} has no unit: write {meant} or "{text}GiB"')
         found = number / 100 * whole_bytes if unit == "%" else number * _UNITS.get(unit, 1)
     if found < 1:
         raise AmountError(f"the budget {amount!r} is not positive: {_EXPECTED}")

@@ -48,9 +48,9 @@ def check_meant(budget: int | str, model: object) -> None:
         return
     taken = sum(parameter.nbytes for parameter in model.parameters() if not is_lazy(parameter))
     if budget < taken:
+        meant = f'"{budget}%", "{budget}GiB" or "{budget}MiB"' if budget <= 100 else f'"{budget}MiB"'
         raise BudgetError(
-            f"the budget {budget} is bytes, and the parameters alone take {format_bytes(taken)}: did you mean "
-            f'"{budget}%", "{budget}MiB" or "{budget}GiB"?'
+            f"the budget {budget} is bytes, and the parameters alone take {format_bytes(taken)}: did you mean {meant}?"
         )
 
 

@@ -269,7 +269,7 @@ def test_a_small_number_without_a_unit_is_refused_as_text():
 @pytest.mark.parametrize(
     ("budget", "words"),
     [
-        ("0.6", 'write "60%", "0.6MiB"'),
+        ("0.6", 'write "60%" or "0.6GiB"'),
         (0.6, 'a share is written "60%"'),
         ("auto", r'"auto" is for plan_once and the callbacks of trainers.*pass bytes as an int'),
     ],
@@ -279,12 +279,15 @@ def test_a_budget_that_was_meant_otherwise_says_how_it_is_written(budget, words)
         parse_budget(budget, 1 << 30)
 
 
-def test_a_number_of_bytes_that_parameters_alone_exceed_is_refused_before_anything_is_profiled(monkeypatch):
+@pytest.mark.parametrize(("budget", "meant"), [(60, '"60%", "60GiB" or "60MiB"'), (8192, '"8192MiB"')])
+def test_bytes_that_parameters_alone_exceed_are_refused_before_anything_is_profiled(budget, meant, monkeypatch):
     monkeypatch.setattr(Planner, "of", lambda *_, **__: pytest.fail("it was profiled"))
     model = nn.Linear(64, 64)
     for call in (plan, answer):
-        with pytest.raises(BudgetError, match=r'the budget 60 is bytes, .* take .* KiB: did you mean "60%", "60MiB"'):
-            call(model, torch.randn(2, 64), 60)
+        with pytest.raises(
+            BudgetError, match=rf"the budget {budget} is bytes, .* take 16\.. KiB: did you mean {meant}\?"
+        ):
+            call(model, torch.randn(2, 64), budget)
 
 
 def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ignored():
