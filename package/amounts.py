@@ -30,8 +30,9 @@ def read_amount(amount: int | str, whole_bytes: int) -> int:
     Raises:
         AmountError: It is not a positive amount in a known unit.
     """
-    if isinstance(amount, float) and 0 < amount <= 1:
-        raise AmountError(f'the budget {amount!r} is no number of bytes: a share is written "{100 * amount:g}%"')
+    given: object = amount
+    if isinstance(given, float) and 0 < given <= 1:
+        raise AmountError(f'the budget {given!r} is no number of bytes: a share is written "{100 * given:g}%"')
     if isinstance(amount, bool) or not isinstance(amount, (int, str)):
         raise AmountError(f"budget must be an int or text, got {amount!r} ({type(amount).__name__}): {_EXPECTED}")
     if isinstance(amount, int):
