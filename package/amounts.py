@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 from humanize import naturalsize
 from pydantic import ByteSize
@@ -30,7 +31,7 @@ def read_amount(amount: int | str, whole_bytes: int) -> int:
     Raises:
         AmountError: It is not a positive amount in a known unit.
     """
-    given: object = amount
+    given = cast("object", amount)
     if isinstance(given, float) and 0 < given <= 1:
         raise AmountError(f'the budget {given!r} is no number of bytes: a share is written "{100 * given:g}%"')
     if isinstance(amount, bool) or not isinstance(amount, (int, str)):
