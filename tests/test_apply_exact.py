@@ -231,6 +231,29 @@ def test_a_module_called_several_times_is_planned_by_call(plan):
     assert calls["block"] == 3 + replayed
 
 
+class TwoPasses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8)) for _ in range(4)]
+        self.body = nn.Sequential(*parts)
+
+    def forward(self, x):
+        return self.body(self.body(x))
+
+
+def test_a_module_named_whole_in_one_pass_and_by_its_parts_in_another_ends_where_it_is_planned_to():
+    torch.manual_seed(0)
+    model, x = TwoPasses(), torch.randn(4, 8)
+    parts = ("body.1.1#1", "body.1.2#1", "body.1.3#1", "body.2.0#1", "body.2.1#1")
+    plan = [segment("body.2", "body.3"), segment(*parts)]
+    assert_exact(model, x, plan)
+    body = model.body
+    with counting({"inside": body[2][0], "behind": body[3][0]}) as calls, apply_segments(model, plan):
+        train_step(model, x)
+    # Two passes, and a replay of what each segment names.
+    assert calls == {"inside": 4, "behind": 3}
+
+
 @pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
 def test_containers_travel_between_members(kind):
     model, x = make(Passing, kind)

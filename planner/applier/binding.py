@@ -65,8 +65,9 @@ class Binding:
         if parent is not None:
             self._check_inside(planned, parent, members, where)
         calls = tuple((self._key(m), call.index) for m, call in zip(members, planned.members, strict=True))
+        around: frozenset[int] = frozenset()
         if len(calls) > 1:
-            self._admit_run(planned, members, calls, where)
+            around = self._admit_run(planned, members, calls, where)
         else:
             self.singles.update(key for key, _ in calls)
         inside = {module: self._paths[id(module)] for member in members for module in member.modules()}
@@ -87,6 +88,7 @@ class Binding:
             buffers=buffers,
             remade=remade,
             scope=self._loop_of(planned) if len(calls) > 1 else NO_SCOPE,
+            around=around,
         )
         if parent is None:
             self._trace(planned, segment, members)
@@ -136,16 +138,20 @@ class Binding:
 
     def _admit_run(
         self, planned: PlannedSegment, members: list[nn.Module], calls: tuple[CallKey, ...], where: str
-    ) -> None:
+    ) -> frozenset[int]:
+        """Note a run's members, and return the keys of the modules around them that have a forward."""
         for call, member in zip(planned.members, members, strict=True):
             if any(other is not member and member in set(other.modules()) for other in members):
                 raise ApplyError(f"segment {where}: {call} is inside another member; members are calls of one parent")
         self.members.update(key for key, _ in calls)
         # Which ancestor's loop makes the calls cannot be told from names; all of them are watched.
+        found: set[int] = set()
         for call in planned.members:
             parts = call.module.split(".")
             around = [self._root.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
-            self.scopes.update(self._key(module) for module in around if has_forward(module))
+            found.update(self._key(module) for module in around if has_forward(module))
+        self.scopes.update(found)
+        return frozenset(found)
 
     def _loop_of(self, planned: PlannedSegment) -> int:
         """Return the key of the nearest module around all members that has a forward, and so a loop, of its own."""

@@ -248,6 +248,15 @@ class Loop:
                 return False
         return False
 
+    def leads_inside(self, call: CallKey) -> bool:
+        """Return whether what a call makes are the open runs' members, and not the call itself.
+
+        Elsewhere, in another pass through the same modules, the plan may name such a call whole.
+        """
+        return bool(self.runs) and all(
+            call[0] in run.segment.around and call not in run.segment.calls for run in self.runs
+        )
+
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, changed: list[Any]) -> None:
         """Record an operator that the parent ran."""
         for run in self.runs:

@@ -64,6 +64,7 @@ class BoundSegment:
 
     __slots__ = (
         *(
+            "around",
             "buffers",
             "calls",
             "early_stop",
@@ -91,10 +92,13 @@ class BoundSegment:
         buffers: list[tuple[nn.Module, str]],
         remade: list[tuple[nn.Module, str]],
         scope: int,
+        around: frozenset[int],
     ) -> None:
         self.where = where
         self.removed = False
         self.calls = calls
+        # Keys of the modules around a run's members.
+        self.around = around
         self.inside = inside
         self.save = save
         self.early_stop = early_stop
