@@ -10,7 +10,7 @@ from typing import Unpack
 from torch import nn
 
 from ..profiler.times import Origin
-from .budget import check_meant, format_bytes, parse_budget
+from .budget import format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner
 from .finding.writing import cache_words
@@ -157,8 +157,6 @@ def answer(
     """
     check_keywords(step, own_parameters(answer))
     parse_budget(budget, 1 << 40)
-    if step.get("ranks", 1) == 1:
-        check_meant(budget, model)
     if planner is None:
         planner = Planner.of(model, batch, progress=progress, **step)
     else:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from remat.amounts import AmountError, format_bytes, read_amount
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from .errors import PlanError
 
-__all__ = ["BudgetError", "check_meant", "check_share", "format_bytes", "parse_budget"]
+__all__ = ["BudgetError", "check_share", "format_bytes", "meant_words", "parse_budget"]
 
 _LEAST_MEANT = 2**20
 """A budget from this many bytes on is taken for one, however large the model: then the error says what the least is."""
@@ -34,24 +32,17 @@ def parse_budget(budget: int | str, unplanned_peak_bytes: int) -> int:
         raise BudgetError(str(error)) from None
 
 
-def check_meant(budget: int | str, model: object) -> None:
-    """Refuse a small number of bytes that was rather meant as per cent, MiB or GiB, before anything is profiled.
+def meant_words(budget_bytes: int, parameter_bytes: int) -> str:
+    """Say what a small number of bytes may have been meant as: per cent, MiB or GiB; "" where it may be meant.
 
     Args:
-        budget: The budget, which can be read.
-        model: The model, on one rank, whose parameters alone tell here that it cannot be meant.
-
-    Raises:
-        BudgetError: It is less than the parameters take, and less than any budget that was worked out.
+        budget_bytes: The budget.
+        parameter_bytes: What the model's parameters alone take.
     """
-    if not isinstance(budget, int) or budget >= _LEAST_MEANT or not isinstance(model, nn.Module):
-        return
-    taken = sum(parameter.nbytes for parameter in model.parameters() if not is_lazy(parameter))
-    if budget < taken:
-        meant = f'"{budget}%", "{budget}GiB" or "{budget}MiB"' if budget <= 100 else f'"{budget}MiB"'
-        raise BudgetError(
-            f"the budget {budget} is bytes, and the parameters alone take {format_bytes(taken)}: did you mean {meant}?"
-        )
+    if budget_bytes >= min(_LEAST_MEANT, parameter_bytes):
+        return ""
+    meant = f'"{budget_bytes}%", "{budget_bytes}GiB" or "{budget_bytes}MiB"'
+    return f" A number alone is bytes: did you mean {meant if budget_bytes <= 100 else repr(f'{budget_bytes}MiB')}?"
 
 
 def check_share(name: str, value: float) -> float:

@@ -252,7 +252,7 @@ class _Bench:
         repeats_itself = True
         if runs_whole and (differs or left_otherwise):
             again = self._run(nullcontext)
-            repeats_itself = not again.first_difference(reference)
+            repeats_itself = not (differs and again.first_difference(reference))
             if left_otherwise:
                 # What another thread or a clock moves may have moved between two runs by chance.
                 varying = differing(again.left, reference.left)

@@ -19,7 +19,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.candidates import HostCosts
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..bridge.scope import Scope
-from ..budget import BudgetError, check_meant, check_share, parse_budget
+from ..budget import BudgetError, check_share, parse_budget
 from ..circumstances import autocast_now
 from ..errors import PlanError
 from ..options import StepKeywords, StepOptions, check_keywords, own_parameters
@@ -92,8 +92,6 @@ def plan(
     if budget is None:
         raise BudgetError('budget is missing: pass bytes, "8GiB", or "60%" of the unplanned peak')
     parse_budget(budget, 1 << 40)
-    if step.get("ranks", 1) == 1:
-        check_meant(budget, model)
     if batches is not None:
         _check_alone(batch=batch, planner=planner, race=race, alike=step.get("alike"))
         # Imported here: it is made of what is here.

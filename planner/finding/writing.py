@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...profiler import Profile
 from ...profiler.step import Step
 from ...profiler.step_record import CHANGES_ARGUMENT
-from ..budget import format_bytes
+from ..budget import format_bytes, meant_words
 from ..by_name import function_name, policy_of
 from ..circumstances import Circumstances
 from ..errors import InfeasibleBudgetError
@@ -118,7 +118,8 @@ def infeasible(
     return InfeasibleBudgetError(
         f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}{found_words} "
         f"{format_bytes(least.peak_bytes)}, {of}at the {holders}.{because} Raise the budget to {format_bytes(needed)} "
-        f"({needed} bytes), make the batch smaller, or shorten what holds it (for logits: a chunked loss).",
+        f"({needed} bytes), make the batch smaller, or shorten what holds it (for logits: a chunked loss)."
+        f"{meant_words(budget_bytes, planner.profile.parts.parameters)}",
         least_peak_bytes=least.peak_bytes,
         plan=plan,
     )
