@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import copy
-import socket
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from remat.planner import InfeasibleBudgetError, Plan, apply
 from remat.planner.finding.planning import Planner
 from torch import nn
 
-RANKS = 2
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+from tests.ranks import RANKS, Block, mean_square, on_every_rank
 
 
 class Net(nn.Module):
     def __init__(self, width=32, count=4):
         super().__init__()
         self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(count)])
+        self.blocks = nn.ModuleList([Block(width, dropout=0.1) for _ in range(count)])
         self.head = nn.Linear(width, width)
 
     def forward(self, x):
@@ -39,10 +26,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def mean_square(out):
-    return out.square().mean()
 
 
 def build():
@@ -88,39 +71,26 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def run(rank, port, kind, solver, path, answers):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    try:
-        model = build()
-        if rank == 0:
-            least_plan(model, solver).save(path)
-        dist.barrier()
-        plan = Plan.load(path)
-        unplanned, planned = copy.deepcopy(model), model
-        expected = gradients(wrap(unplanned, kind), unplanned, rank)
-        apply(planned, plan)
-        got = gradients(wrap(planned, kind), planned, rank)
-        equal = all(
-            torch.equal(theirs[name], ours[name]) for theirs, ours in zip(expected, got, strict=True) for name in theirs
-        )
-        answers.put((rank, equal, len(plan.segments), sum(float(g.abs().sum()) for g in got[-1].values())))
-    finally:
-        dist.destroy_process_group()
+def run(rank, kind, solver, path):
+    model = build()
+    if rank == 0:
+        least_plan(model, solver).save(path)
+    dist.barrier()
+    plan = Plan.load(path)
+    unplanned, planned = copy.deepcopy(model), model
+    expected = gradients(wrap(unplanned, kind), unplanned, rank)
+    apply(planned, plan)
+    got = gradients(wrap(planned, kind), planned, rank)
+    equal = all(
+        torch.equal(theirs[name], ours[name]) for theirs, ours in zip(expected, got, strict=True) for name in theirs
+    )
+    return equal, len(plan.segments), sum(float(g.abs().sum()) for g in got[-1].values())
 
 
 @pytest.mark.parametrize("solver", ["all", "dp"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_plan_from_one_rank_gives_the_gradients_of_the_unplanned_distributed_run(kind, solver, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run, (port, kind, solver, str(tmp_path / "plan.json"), answers), nprocs=RANKS)
-    found = sorted(answers.get() for _ in range(RANKS))
-    assert [rank for rank, *_ in found] == [0, 1]
-    for _, equal, segments, size in found:
+    for equal, segments, size in on_every_rank(run, kind, solver, str(tmp_path / "plan.json")):
         assert equal
         assert segments
         assert size > 0

@@ -1,42 +1,27 @@
 """Two processes under DDP and under tensor parallelism: what one rank is promised is what its allocator gives out."""
 
-import socket
 import threading
-import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from remat.planner import Plan, Planner, apply
 from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-RANKS = 2
+from tests.ranks import RANKS, Block, mean_square, on_every_rank
+
 CPU = torch.device("cpu")
 KINDS = ("ddp", "ddp in buckets", "ddp without sync", "tensors")
 TOLERANCE = 0.01
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 def build():
     torch.manual_seed(0)
     return nn.Sequential(*(Block(128) for _ in range(4))), torch.randn(512, 128)
-
-
-def mean_square(out):
-    return out.square().mean()
 
 
 def data_parallel(model, mesh):
@@ -111,17 +96,11 @@ def reduce_bucket_apart(_, bucket):
     return reduced
 
 
-def run(rank, port, plans, answers):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def run(_, plans):
     functional = torch.library.Library("_c10d_functional", "IMPL")
     functional.impl("all_reduce", all_reduce_apart, "CPU")
     functional.impl("wait_tensor", lambda tensor: tensor, "CPU")
-    try:
-        answers.put((rank, {key: measure(key[0], text) for key, text in plans.items()}))
-    finally:
-        dist.destroy_process_group()
+    return {key: measure(key[0], text) for key, text in plans.items()}
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +121,8 @@ def plans(planners):
 
 @pytest.fixture(scope="module")
 def measured(plans):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers = mp.get_context("spawn").SimpleQueue()
     texts = {(kind, planned): plan.to_json() * planned for kind, plan in plans.items() for planned in (False, True)}
-    mp.spawn(run, (port, texts, answers), nprocs=RANKS)
-    return dict(answers.get() for _ in range(RANKS))
+    return on_every_rank(run, texts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,15 +3,12 @@
 import copy
 import dataclasses
 import json
-import socket
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from remat.planner import InfeasibleBudgetError, Plan, apply, plan, verify
 from remat.planner.finding.planning import Planner
 from remat.planner.pictures.timeline import profile_timeline
@@ -19,7 +16,8 @@ from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-RANKS = 2
+from tests.ranks import RANKS, Block, mean_square, on_every_rank
+
 CPU = torch.device("cpu")
 BUDGETS = ("80%", "least")
 CASES = [("mixed", "adamw", True), ("unusual", None, False)]
@@ -30,15 +28,6 @@ every_case = pytest.mark.parametrize(
 )
 # A checkpoint's copies of the random state (5,056 bytes each) are counted as if all were alive at the peak.
 TOLERANCE = 0.01
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
@@ -52,10 +41,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def mean_square(out):
-    return out.square().mean()
 
 
 def build(kind):
@@ -167,26 +152,19 @@ def measure(kind, optimizer, accumulation, text):
     return held_bytes(tensors) + allocated_peak_bytes(step, CPU), gradients
 
 
-def run(rank, port, plans, answers):
-    cases = list(dict.fromkeys(case for case, _ in plans))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def run(rank, plans):
     dist.all_gather_single, dist.reduce_scatter_single = map(
         apart, (dist.all_gather_single, dist.reduce_scatter_single)
     )
-    try:
-        found = {}
-        for case in cases:
-            peak, expected = measure(*case, "")
-            found[case, ""] = peak, True
-            for budget in BUDGETS:
-                peak, gradients = measure(*case, plans[case, budget])
-                equal = all(torch.equal(expected[name], gradients[name]) for name in expected)
-                found[case, budget] = peak, equal and expected.keys() == gradients.keys()
-        answers.put((rank, found))
-    finally:
-        dist.destroy_process_group()
+    found = {}
+    for case in dict.fromkeys(case for case, _ in plans):
+        peak, expected = measure(*case, "")
+        found[case, ""] = peak, True
+        for budget in BUDGETS:
+            peak, gradients = measure(*case, plans[case, budget])
+            equal = all(torch.equal(expected[name], gradients[name]) for name in expected)
+            found[case, budget] = peak, equal and expected.keys() == gradients.keys()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +183,7 @@ def plans(planners):
 @pytest.fixture(scope="module")
 def measured(plans):
     """Return, by rank, case and budget, the peak and whether all gradients are those of the unplanned sharded run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers = mp.get_context("spawn").SimpleQueue()
-    texts = {key: plan.to_json() for key, plan in plans.items()}
-    mp.spawn(run, (port, texts, answers), nprocs=RANKS)
-    return dict(answers.get() for _ in range(RANKS))
+    return on_every_rank(run, {key: plan.to_json() for key, plan in plans.items()})
 
 
 @every_case
