@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
 from itertools import islice, takewhile
-from statistics import mean
 
-from .records import Profile
 from .step_record import StepRecord, Storage
 
 
@@ -44,18 +41,6 @@ def kinds_of(record: StepRecord) -> tuple[tuple[int, ...], ...]:
             else:
                 waiting += blocks
     return tuple(sorted(found))
-
-
-def evened(profile: Profile, kinds: tuple[tuple[int, ...], ...]) -> Profile:
-    """Return a profile in which corresponding operators of blocks of a kind take the mean of their times."""
-    operators = list(profile.operators)
-    for blocks in kinds:
-        spans = [range(profile.calls[index].start, profile.calls[index].stop) for index in blocks]
-        for same in zip(*spans, strict=True):
-            forward_ns = round(mean(operators[k].forward_ns for k in same))
-            for k in same:
-                operators[k] = replace(operators[k], forward_ns=forward_ns)
-    return replace(profile, operators=tuple(operators))
 
 
 def _built(record: StepRecord, block: int) -> Hashable:

@@ -27,7 +27,7 @@ from .shortened import NotAlikeError, Role, runs_of
 from .stages import cut
 from .step import BatchError, Loss, Step, check_eager, check_present
 from .step_record import Operator, StepRecord, Storage
-from .timing import forward_without_saving, train_once
+from .timing import TimedRuns, Watched, forward_without_saving, train_once
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class Session:
         scratch: Knows what operators allocate inside themselves.
         accumulation: Gradients exist throughout.
         reference: What the unmodified step computed, once it was run.
+        watched: Unmodified steps that were run, and were timed by the way.
         card: The card that the step is recorded for and never run on; None where it is run here.
         ranks: How the model is divided over processes; the step is then that of one of them.
         left: What recording it last left in Python's objects, as in `Results.left`.
@@ -53,6 +54,7 @@ class Session:
     scratch: ScratchMeter
     accumulation: bool
     reference: Results | None = None
+    watched: Watched | None = None
     card: Card | None = None
     ranks: Ranks | None = None
     left: dict[str, object] = field(default_factory=dict)
@@ -263,7 +265,7 @@ def _profile(
             if not is_out_of_memory(error):
                 raise
             runs_whole = False
-            session.reference = None
+            session.reference = session.watched = None
             notes.append(f"memory ran out in a real step, of which nothing was measured: {_first_line(error)}")
     if session.is_shortened:
         recording, unsaved = _as_it_runs(session, recording, unsaved)
@@ -381,17 +383,20 @@ def _work(operator: Operator) -> tuple[object, ...]:
 
 
 def _learn(session: Session) -> int:
-    """Run the unmodified step for real, and learn operators' workspace, results and peak.
+    """Run the unmodified step for real, and learn results, peak, operators' workspace and, where it is long, times.
 
     Returns:
         The bytes that libraries keep from its first run on.
     """
-    step, device = session.step, session.device
+    step, place = session.step, session.place
+    timed = TimedRuns(step, place)
     with step.guard.preserved():
-        kept = session.place.warm_up(lambda: train_once(step))
-        session.scratch.learn(step.train, device)
-    # Again without a dispatch mode, under which autograd sums gradients out of place.
-    session.reference = run_steps(step, nullcontext)
+        kept = place.warm_up(lambda: train_once(step))
+    # Without a dispatch mode, under which autograd sums gradients out of place.
+    session.reference = run_steps(step, nullcontext, train=timed.train)
+    with step.guard.preserved():
+        operators = session.scratch.learn(timed.train, session.device, None if place.runs_behind else place.clock_ns)
+    session.watched = None if place.runs_behind else Watched(timed=timed, operators=operators)
     return kept
 
 
@@ -407,7 +412,7 @@ def _times(
     with session.step.guard.preserved():
         if session.reference is None and repeats > 0:
             forward_without_saving(session.step)
-        return time_record(recording, session.step, session.place, repeats, lacking=lacking)
+        return time_record(recording, session.step, session.place, repeats, lacking=lacking, watched=session.watched)
 
 
 def _device_notes(session: Session, names: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .blocks import kinds_of
 from .cards import Card
 from .devices import Device, is_out_of_memory
 from .kernels import with_host
@@ -18,7 +19,7 @@ from .roofline import Efficiency, predicted_ns
 from .step import Step
 from .step_record import Operator, StepRecord
 from .times import Origin, Spread, estimated, measured
-from .timing import StepTimes, step_times
+from .timing import StepTimes, Watched, step_times
 
 BACKWARD = 2
 """Backward is taken to cost this many times the forward where it was not run."""
@@ -45,7 +46,9 @@ class RecordTimes:
     notes: tuple[str, ...] = ()
 
 
-def time_record(record: StepRecord, step: Step, place: Device, repeats: int, *, lacking: int) -> RecordTimes:
+def time_record(
+    record: StepRecord, step: Step, place: Device, repeats: int, *, lacking: int, watched: Watched | None = None
+) -> RecordTimes:
     """Time a recorded step.
 
     Args:
@@ -54,14 +57,20 @@ def time_record(record: StepRecord, step: Step, place: Device, repeats: int, *, 
         place: Where the model is.
         repeats: Most repeats; 0 runs nothing and estimates.
         lacking: Bytes that the device is short of for a whole step; then forwards alone are run.
+        watched: Steps that were run already for something else. Where they tell the times as well, none is run again.
     """
     if repeats <= 0:
         return _estimates(record, "not measured", ())
     names = [operator.operator for operator in record.operators[: record.loss_stop]]
+    alike = [[range(record.calls[k].start, record.calls[k].stop) for k in blocks] for blocks in kinds_of(record)]
+    if watched is not None and watched.tells_times():
+        return _measured(watched.times(names, alike), place, lacking, ())
     notes: list[str] = []
     for trains in (True, False) if not lacking else (False,):
         try:
-            found = _believable(lambda trains=trains: step_times(step, names, place.device, repeats, trains=trains))
+            found = _believable(
+                lambda trains=trains: step_times(step, names, place.device, repeats, trains=trains, alike=alike)
+            )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -130,7 +139,7 @@ def _measured(found: StepTimes, place: Device, lacking: int, notes: Sequence[str
     else:
         host_ns = max(0, forward_ns - sum(operators_ns)) // max(1, len(operators_ns))
         operators_ns = [taken + host_ns for taken in operators_ns]
-    told = [*notes, *found.doubts()]
+    told = [*notes, *found.notes()]
     if not found.same:
         told.append(
             "the real forward runs other operators than the dry run (it depends on data): figures are approximate"

@@ -86,7 +86,7 @@ class _Seen(NamedTuple):
     sequence: int
     of_view: bool
     grad_enabled: bool
-    scratch_key: str | None
+    scratch_key: Hashable
 
 
 class Recorder(TorchDispatchMode):

@@ -87,7 +87,14 @@ class Results:
         return "" if self.same_random_states(other) else "the random state after the step differs"
 
 
-def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = False) -> Results:
+def run_steps(
+    step: Step,
+    arm: Arm,
+    steps: int = 1,
+    *,
+    accumulation: bool = False,
+    train: Callable[[], torch.Tensor] | None = None,
+) -> Results:
     """Run training steps for real and return what they computed; the model is left as it was.
 
     Args:
@@ -95,22 +102,23 @@ def run_steps(step: Step, arm: Arm, steps: int = 1, *, accumulation: bool = Fals
         arm: What surrounds the steps.
         steps: How many; parameters stay as they are, buffers and random states go on.
         accumulation: Let gradients exist from the beginning of each.
+        train: Runs a step, in place of `step.train`.
     """
-    model, guard = step.model, step.guard
+    model, guard, train = step.model, step.guard, train or step.train
     device = next(model.parameters()).device
     ran: list[torch.Tensor] = []
     with guard.preserved(), arm():
         trained = [*model.named_parameters(), *guard.beside(model)]
         for _ in range(steps - 1):
             _clear_gradients(trained, accumulation)
-            step.train()
+            train()
         present = _clear_gradients(trained, accumulation)
         place = device_of(device)
         # Inside a caller's autocast an earlier run's casts are still there, and would be freed while it is measured.
         torch.clear_autocast_cache()
         place.release_cached()
         before = place.allocated_bytes()
-        peak = allocated_peak_bytes(lambda: ran.append(step.train()), device)
+        peak = allocated_peak_bytes(lambda: ran.append(train()), device)
         written = [(name, p) for name, p in trained if guard.was_written(p)]
         results = Results(
             loss={"loss": _copy(ran[0])},

@@ -1,6 +1,6 @@
 """Measure the workspace operators allocate inside themselves, which no dry run can see: convolutions, LSTMs.
 
-Where the step fits the device, one real step under torch.profiler shows every operator's. Where it does not,
+Where the step fits the device, one real step under torch.profiler shows every distinct call's. Where it does not,
 convolutions are run alone, each distinct call once, on tensors of ones. So are products and sums that a rank computes
 in another type than the step that was run. What the allocator gave out inside an operator beyond what the operator
 returned is its scratch.
@@ -8,7 +8,8 @@ returned is its scratch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,10 @@ _NEW_ALONE = frozenset(
 """The same, for calls that a step which was run did not have: mixed precision on ranks brings other types."""
 _NOT_RECORDED = ("aten.detach.default", "prim.")
 """Beginnings of the names of calls that are in no record."""
+OFTEN = 3
+"""How many of a step's equal calls are measured: blocks repeat, and so does what their operators take."""
+_BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""Calls that may take more or less by what is in their arguments are measured every time."""
 
 
 class ScratchMeter:
@@ -45,44 +50,47 @@ class ScratchMeter:
     """
 
     def __init__(self) -> None:
-        self.unmeasured: list[str] = []
-        self.ran: tuple[str, ...] = ()
-        self._known: dict[str, int] = {}
-        self._alone: dict[str, tuple[Callable[[], Any], torch.device]] = {}
+        self.unmeasured: list[Hashable] = []
+        self.ran: tuple[Hashable, ...] = ()
+        self._known: dict[Hashable, int] = {}
+        self._alone: dict[Hashable, tuple[Callable[[], Any], torch.device]] = {}
         self._names: frozenset[str] | None = None
 
-    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Return what identifies a call; None for operators known to take no scratch."""
         name = str(func)
         is_new_alone = self._names is not None and name in _NEW_ALONE
         if self._names is not None and name not in self._names and not is_new_alone:
             return None
-        key = repr((name, pytree.tree_map(_signature, (args, sorted(kwargs.items())))))
+        key = _key(name, args, kwargs)
         if (name in MEASURED_ALONE or is_new_alone) and key not in self._known and key not in self._alone:
             spec_args, spec_kwargs = pytree.tree_map_only(torch.Tensor, _Blueprint, (args, dict(kwargs)))
             device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             self._alone[key] = (lambda: _prepare(func, spec_args, spec_kwargs), device)
         return key
 
-    def learn(self, train: Callable[[], Any], device: torch.device) -> int:
-        """Measure every operator of a real step; return the most bytes allocated at any moment of it.
+    def learn(
+        self, train: Callable[[], Any], device: torch.device, clock_ns: Callable[[], int] | None = None
+    ) -> list[tuple[str, int]]:
+        """Measure the operators of a real step.
 
         Args:
             train: Runs the step, which must not be the first: libraries keep what they allocate then.
             device: The model's device.
+            clock_ns: Times the operators too, where the device runs them at once.
+
+        Returns:
+            The recorded operators' names and, where there is a clock, their nanoseconds.
         """
-        marker = _Keys()
-        whole, *windows = allocations_inside(lambda run: run(lambda: marker.run(run, train)), device)
-        assert len(windows) == len(marker.keys), "torch.profiler dropped operators"
-        self.ran = tuple(
-            key for name, key in zip(marker.names, marker.keys, strict=True) if not name.startswith(_NOT_RECORDED)
-        )
-        for key, (peak, net) in zip(marker.keys, windows, strict=True):
+        marker = _Keys(clock_ns or int)
+        windows = allocations_inside(lambda run: marker.run(run, train), device)
+        assert len(windows) == len(marker.measured), "torch.profiler dropped operators"
+        recorded = [call for call in marker.calls if not call[0].startswith(_NOT_RECORDED)]
+        self.ran = tuple(key for _, key, _ in recorded)
+        for (_, key), (peak, net) in zip(marker.measured, windows, strict=True):
             self._known[key] = max(self._known.get(key, 0), peak - max(net, 0))
-        self._names = frozenset(
-            name for name, key in zip(marker.names, marker.keys, strict=True) if self._known[key] > 0
-        )
-        return whole[0]
+        self._names = frozenset(name for name, key in marker.measured if self._known[key] > 0)
+        return [(name, taken) for name, _, taken in recorded]
 
     def measure_alone(self) -> None:
         """Run alone the calls met so far that can be, and whose scratch is not known."""
@@ -91,7 +99,7 @@ class ScratchMeter:
         if not pending:
             return
         device = next(iter(pending.values()))[1]
-        measured: list[str] = []
+        measured: list[Hashable] = []
 
         def body(run: Window) -> None:
             for key, (make, _) in pending.items():
@@ -121,15 +129,17 @@ class ScratchMeter:
 
 
 class _Keys(TorchDispatchMode):
-    """Run every operator inside a window of its own and note which call it is."""
+    """Note which calls a step makes and how long they take; run each distinct one inside a window, a few times."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
         super().__init__()
-        self.keys: list[str] = []
-        self.names: list[str] = []
-        self._window: Callable[[Callable[[], Any]], Any] = lambda call: call()
+        self.calls: list[tuple[str, Hashable, int]] = []
+        self.measured: list[tuple[str, Hashable]] = []
+        self._met: Counter[Hashable] = Counter()
+        self._clock_ns = clock_ns
+        self._window: Window = lambda call: call()
 
-    def run(self, window: Callable[[Callable[[], Any]], Any], train: Callable[[], Any]) -> Any:
+    def run(self, window: Window, train: Callable[[], Any]) -> Any:
         self._window = window
         with self:
             return train()
@@ -137,9 +147,17 @@ class _Keys(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
-        self.names.append(name)
-        self.keys.append(repr((name, pytree.tree_map(_signature, (args, sorted(kwargs.items()))))))
-        return self._window(lambda: func(*args, **kwargs))
+        key = _key(name, args, kwargs)
+        self._met[key] += 1
+        is_measured = self._met[key] <= OFTEN or not _BY_VALUES.isdisjoint(func.tags)
+        start = self._clock_ns()
+        if is_measured:
+            self.measured.append((name, key))
+            out = self._window(lambda: func(*args, **kwargs))
+        else:
+            out = func(*args, **kwargs)
+        self.calls.append((name, key, self._clock_ns() - start))
+        return out
 
 
 class _Blueprint:
@@ -159,7 +177,13 @@ def _prepare(func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
     return lambda: func(*real_args, **real_kwargs)
 
 
-def _signature(value: Any) -> Any:
+def _key(name: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    return name, _signature(args), _signature(sorted(kwargs.items())) if kwargs else ()
+
+
+def _signature(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device))
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    return value if isinstance(value, (bool, int, str, type(None))) else str(value)

@@ -5,7 +5,7 @@ The same record serves planned and unplanned steps, fake and real ones, and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,7 +164,7 @@ class StepRecord:
     forward_stop: int
     loss_stop: int
     loss_is_assumed: bool = False
-    scratch_keys: tuple[str | None, ...] = ()
+    scratch_keys: tuple[Hashable, ...] = ()
 
     def live_bytes(self) -> IntArray:
         """Return the bytes alive at each operator's worst moment, outputs and scratch included; shape (operators,)."""

@@ -107,8 +107,9 @@ def test_no_measured_step_is_the_first(monkeypatch):
     model, x = small()
     found = []
 
-    def measured(*_):
+    def measured():
         found.append(Warmed.runs)
+        return []
 
     monkeypatch.setattr("remat.profiler.scratch.ScratchMeter.learn", lambda *_: measured())
     plain = profile(model, x, loss=mean_square, repeats=0)

@@ -16,7 +16,7 @@ from remat.profiler import Profile, profile
 from remat.profiler.devices import device_of
 from remat.profiler.step import Step
 from remat.profiler.times import Spread
-from remat.profiler.timing import StepTimes, step_times
+from remat.profiler.timing import CLEAR_NS, ENOUGH_NS, StepTimes, TimedRuns, Watched, step_times, times_of_runs
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -60,9 +60,10 @@ def test_a_spread_tells_the_shortest_the_median_and_the_longest():
     ],
 )
 def test_times_that_cannot_be_right_are_doubted(times, words):
-    doubts = times.doubts()
-    assert len(doubts) == len(words)
-    assert all(doubt.startswith(word) for doubt, word in zip(doubts, words, strict=True))
+    notes = times.notes()
+    assert len(notes) == len(words)
+    assert all(note.startswith(word) for note, word in zip(notes, words, strict=True))
+    assert times.doubts() == [note for note in notes if "busy" not in note]
 
 
 def test_a_doubtful_profile_is_measured_again_and_then_says_so(monkeypatch):
@@ -105,6 +106,53 @@ def test_a_step_that_does_not_fit_is_timed_by_its_forward_alone():
     found = step_times(step, ["aten.exp.default"], CPU, 2, trains=False)
     assert found.step is None
     assert not found.same
+
+
+def test_operators_of_blocks_of_a_kind_take_the_median_over_all_blocks():
+    timed = TimedRuns(Step.of(chain(), torch.randn(4, 32), square), device_of(CPU))
+    timed.run()
+    blocks = [range(1, 3), range(3, 5), range(5, 7)]
+    marked = [[9, 10, 20, 11, 21, 90, 80, 3], [8, 10, 20, 12, 22, 13, 23, 4]]
+    found = times_of_runs(timed, marked, same=True, alike=[blocks])
+    assert found.operators_ns == (8, 11, 21, 11, 21, 11, 21, 3)
+
+
+def test_blocks_of_a_kind_make_up_for_repeats(monkeypatch):
+    marked = []
+    monkeypatch.setattr("remat.profiler.timing._marked_forward", lambda *_: (marked.append(1), (["a", "b"], [1, 2]))[1])
+    step = Step.of(chain(), torch.randn(4, 32), square)
+    step_times(step, ["a", "b"], CPU, 4, trains=True, alike=[[range(1), range(1, 2)]])
+    assert len(marked) == 4
+    step_times(step, ["a", "b"], CPU, 2, trains=True, alike=[[range(1), range(1, 2)]])
+    assert len(marked) == 6
+    step_times(step, ["a", "b"], CPU, 4, trains=True, alike=[[range(1, 2)] * 4])
+    assert len(marked) == 8
+
+
+def watched(step_ns, operators):
+    timed = TimedRuns(Step.of(chain(), torch.randn(4, 32), square), device_of(CPU))
+    timed.step_ns, timed.forward_ns, timed.wall_ns = list(step_ns), [ns // 3 for ns in step_ns], sum(step_ns)
+    return Watched(timed=timed, operators=operators)
+
+
+def test_a_long_step_that_was_watched_for_its_memory_is_not_run_again_for_times(monkeypatch):
+    long = [("a", ENOUGH_NS // 6), ("b", ENOUGH_NS // 6), ("c", 2 * ENOUGH_NS // 3)]
+    assert watched([ENOUGH_NS, ENOUGH_NS + 9], long).tells_times()
+    assert not watched([ENOUGH_NS, 2 * ENOUGH_NS], long).tells_times()
+    assert not watched([ENOUGH_NS - 1, ENOUGH_NS], long).tells_times()
+    assert not watched([ENOUGH_NS, ENOUGH_NS], long * (ENOUGH_NS // CLEAR_NS)).tells_times()
+    found = watched([ENOUGH_NS + 8, ENOUGH_NS], long).times(["a", "b"], ())
+    assert found.same
+    assert found.operators_ns == (ENOUGH_NS // 6, ENOUGH_NS // 6)
+    assert found.step.median_ns == ENOUGH_NS
+    model, x = chain(), torch.randn(8, 32)
+    monkeypatch.setattr("remat.profiler.timing.ENOUGH_NS", 0)
+    monkeypatch.setattr("remat.profiler.timing.CLEAR_NS", 0)
+    monkeypatch.setattr("remat.profiler.times.STEADY", 1e9)
+    monkeypatch.setattr("remat.profiler.record_times.step_times", lambda *_, **__: pytest.fail("run again"))
+    recorded = profile(model, x, loss=square)
+    assert not recorded.times_from.is_estimate
+    assert all(operator.forward_ns > 0 for operator in recorded.operators[: recorded.loss_stop])
 
 
 def test_the_clock_of_a_cpu_does_not_run_while_the_thread_waits():

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...profiler import Profile, Session, open_session, profile
 from ...profiler.allocator import collected
-from ...profiler.blocks import evened, kinds_of
 from ...profiler.profiling import silent
 from ...profiler.step import BatchError, Step
 from ...solvers import ALIKE, SOLVERS
@@ -226,8 +225,6 @@ class Planner:
                 whole = profile(model, batch, session=alone, **known)
                 session.reference = alone.reference
             recorded = profile(model, batch, session=session, whole=whole, **known)
-        if options.alike:
-            recorded = evened(recorded, kinds_of(recorded))
         bridge = Bridge(
             recorded,
             # What a host pays that is not here hides behind its card's work, as far as is known.
