@@ -18,21 +18,31 @@ from .internals import kineto_events
 _MARK = "remat.measured"
 FREE_SHARE = 0.9
 """What is run takes no more than this share of the device's free memory."""
+_leaves_out = False
 Window = Callable[[Callable[[], Any]], Any]
 
 
 @contextmanager
 def collected() -> Iterator[None]:
     """Collect garbage once, and leave what is alive then out of the collections that measuring needs: they are fast."""
+    global _leaves_out
     if gc.get_freeze_count():
         yield
         return
-    gc.collect()
-    gc.freeze()
+    _leaves_out = True
+    collect()
     try:
         yield
     finally:
+        _leaves_out = False
         gc.unfreeze()
+
+
+def collect() -> None:
+    """Collect garbage; inside `collected`, what is alive now is left out of later collections, as our records are."""
+    gc.collect()
+    if _leaves_out:
+        gc.freeze()
 
 
 def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -51,7 +61,7 @@ def allocations_inside(body: Callable[[Window], Any], device: torch.device | Non
         body: Receives a function; what is called through that function is measured, in order.
         device: Where memory is counted; default the CPU.
     """
-    gc.collect()
+    collect()
     if device is not None and device_of(device).counts_itself:
         counted = _Counted(device_of(device))
         body(counted)

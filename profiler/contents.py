@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,12 +16,23 @@ _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+_BASES = (OrderedDict, dict, list, set, deque)
+
+
 def _base(container: object) -> Any:
-    return next(base for base in (OrderedDict, dict, list, set, deque) if isinstance(container, base))
+    kind = type(container)
+    return kind if kind in _BASES else next(base for base in _BASES if isinstance(container, base))
+
+
+def holds_the_same(now: list[Any], before: list[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def flat(container: Any) -> list[Any]:
     """List what a container holds: a dictionary's keys and then its values, or items; a set's in order of identity."""
+    if type(container) is dict:
+        return [*container, *container.values()]
     base = _base(container)
     if issubclass(base, dict):
         return [*base.keys(container), *base.values(container)]
@@ -53,7 +65,7 @@ def refill(container: Any, contents: list[Any]) -> None:
 def replace_items(container: Any, others: Mapping[int, object]) -> None:
     """Put other objects in place of those in a dictionary or list that have the given identities."""
     base = _base(container)
-    if base in (set, deque):
+    if base in (set, deque) or not base.__len__(container):
         return
     items: list[Any] = list(base.items(container) if issubclass(base, dict) else enumerate(base.__iter__(container)))
     for key, value in items:

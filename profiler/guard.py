@@ -72,7 +72,7 @@ class Guard:
 
     def _leave(self, first: Snapshot) -> list[str]:
         self._first = self._now = None
-        first.restore(first.contents)
+        first.restore(first.changes(first.contents))
         first.clear_caches()
         return first.still_changed()
 
@@ -91,8 +91,9 @@ class Guard:
                 with snapshot.iterators_lent():
                     yield
             finally:
-                self.left = snapshot.left(contents)
-                self.changes = snapshot.restore(contents, every_value=False)
+                changes = snapshot.changes(contents)
+                self.left = snapshot.left(changes)
+                self.changes = snapshot.restore(changes, every_value=False)
             lost = snapshot.lost(hashes=False)
             if lost:
                 raise DisturbedError(_words(lost))

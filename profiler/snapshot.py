@@ -14,7 +14,7 @@ from torch import nn
 
 from .absent import is_absent
 from .allocator import fits
-from .contents import changed_in, flat, is_equal_data, left_in, picture, refill, replace_items
+from .contents import changed_in, flat, holds_the_same, is_equal_data, left_in, picture, refill, replace_items
 from .devices import all_random_states
 from .internals import backward_hooks, is_plain_tensor, set_version, storage_key, tensor_hooks
 from .places import Name, Place
@@ -37,6 +37,13 @@ class Contents(NamedTuple):
 
     containers: list[list[Any]]
     places: list[Any]
+
+
+class Changes(NamedTuple):
+    """Containers and names that hold something else than they did: each with what it held, and what it holds."""
+
+    containers: list[tuple[Any, list[Any], list[Any]]]
+    places: list[tuple[Place, Any, Any]]
 
 
 class Snapshot:
@@ -88,16 +95,27 @@ class Snapshot:
         """Return what every container and name holds now."""
         return Contents([flat(c) for c in self.reach.containers], [place.read() for place in self.reach.places])
 
-    def left(self, contents: Contents) -> dict[str, object]:
+    def changes(self, contents: Contents) -> Changes:
+        """Return what holds something else now than it did."""
+        read = ((container, before, flat(container)) for container, before in self._containers_of(contents))
+        named = (
+            (place, before, place.read()) for place, before in zip(self.reach.places, contents.places, strict=True)
+        )
+        return Changes(
+            [(container, before, now) for container, before, now in read if not holds_the_same(now, before)],
+            [(place, before, now) for place, before, now in named if now is not before],
+        )
+
+    def _containers_of(self, contents: Contents) -> Iterator[tuple[Any, list[Any]]]:
+        return zip(self.reach.containers, contents.containers, strict=True)
+
+    def left(self, changes: Changes) -> dict[str, object]:
         """Return what containers and names hold otherwise than they did, as plain data, by how it is reached."""
         found: dict[str, object] = {}
-        for container, before in zip(self.reach.containers, contents.containers, strict=True):
-            now = flat(container)
-            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-                path = self.reach.path(container)
-                found |= {f"{path}{key}": value for key, value in left_in(container, before, now).items()}
-        for place, before in zip(self.reach.places, contents.places, strict=True):
-            now = place.read()
+        for container, before, now in changes.containers:
+            path = self.reach.path(container)
+            found |= {f"{path}{key}": value for key, value in left_in(container, before, now).items()}
+        for place, before, now in changes.places:
             if not is_equal_data(now, before):
                 found[self._words_of(place)] = picture(now)
         return found
@@ -129,32 +147,28 @@ class Snapshot:
             if held.grad is not None:
                 held.tensor.grad = None
 
-    def restore(self, contents: Contents, *, every_value: bool = True) -> list[str]:
+    def restore(self, changes: Changes, *, every_value: bool = True) -> list[str]:
         """Put everything back; return what had changed, in words.
 
         Args:
-            contents: What containers and names shall hold.
+            changes: What containers and names hold otherwise than they shall.
             every_value: Compare all values that were copied; else parameters only where their version moved.
         """
-        changed = self._restore_contents(contents)
+        changed = self._restore_contents(changes)
         self.restore_values(every_value=every_value)
         return changed
 
-    def _restore_contents(self, contents: Contents) -> list[str]:
+    def _restore_contents(self, changes: Changes) -> list[str]:
         changed: list[str] = []
-        for container, before in zip(self.reach.containers, contents.containers, strict=True):
-            now = flat(container)
-            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-                words = changed_in(container, before, now)
-                if words is not None:
-                    changed.append(f"{self.reach.path(container)}{words}")
-                refill(container, before)
-        for place, before in zip(self.reach.places, contents.places, strict=True):
-            now = place.read()
-            if now is not before:
-                if not is_equal_data(now, before):
-                    changed.append(self._words_of(place))
-                place.write(before)
+        for container, before, now in changes.containers:
+            words = changed_in(container, before, now)
+            if words is not None:
+                changed.append(f"{self.reach.path(container)}{words}")
+            refill(container, before)
+        for place, before, now in changes.places:
+            if not is_equal_data(now, before):
+                changed.append(self._words_of(place))
+            place.write(before)
         return changed
 
     def _words_of(self, place: Place) -> str:
@@ -191,7 +205,7 @@ class Snapshot:
 
     def still_changed(self) -> list[str]:
         """Name what putting back did not put back."""
-        return [*self._restore_contents(self.contents), *self.lost()]
+        return [*self._restore_contents(self.changes(self.contents)), *self.lost()]
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's version is another now."""

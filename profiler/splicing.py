@@ -9,7 +9,7 @@ long that lives, and the calls. Then it is what every block left out does betwee
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -44,9 +44,10 @@ def lengthened(short: Shortened, runs: Sequence[Run]) -> StepRecord:
         NotAlikeError: The blocks run do not show what those left out would do.
     """
     _check_findings(short.record, runs)
+    line = _Step.of(short)
     for run in runs:
-        short = _Splice(short, run).lengthened()
-    return short.record
+        line = _Splice(line, run).lengthened()
+    return line.record(short.record)
 
 
 def _check_findings(record: StepRecord, runs: Sequence[Run]) -> None:
@@ -56,12 +57,121 @@ def _check_findings(record: StepRecord, runs: Sequence[Run]) -> None:
             raise NotAlikeError("a block changes something besides its output, or layers may be dropped at random")
 
 
+class _Operator(NamedTuple):
+    """An operator: what it is, alike in all blocks, and what it refers to."""
+
+    what: Operator
+    key: Hashable
+    call: int
+    forward_of: int
+    reads: tuple[int, ...]
+    produces: tuple[int, ...]
+    writes: tuple[int, ...]
+    saves: tuple[int, ...]
+
+
+class _Storage(NamedTuple):
+    """A storage: what it is, alike in all blocks, and what differs."""
+
+    what: Storage
+    name: str
+    born: int
+    last: int | None
+    met: int
+
+
+class _Step(NamedTuple):
+    """A step in pieces, which are cheap to copy.
+
+    Attributes:
+        operators: Its operators.
+        storages: Its storages; who reads them is told by the operators.
+        calls: Its calls.
+        forward_stop: As in `StepRecord`.
+        loss_stop: As in `StepRecord`.
+        fixed: Storages known before the first operator.
+    """
+
+    operators: list[_Operator]
+    storages: list[_Storage]
+    calls: list[ModuleCall]
+    forward_stop: int
+    loss_stop: int
+    fixed: int
+
+    @staticmethod
+    def of(short: Shortened) -> _Step:
+        """Take a record apart."""
+        record = short.record
+        saves: list[list[int]] = [[] for _ in record.operators]
+        for number, storage in enumerate(record.storages):
+            for saver in storage.saved_by:
+                saves[saver].append(number)
+        keys = record.scratch_keys or (None,) * len(record.operators)
+        operators = [
+            _Operator(_outer(o), key, o.call, o.forward_of, o.reads, o.produces, o.writes, tuple(saved))
+            for o, key, saved in zip(record.operators, keys, saves, strict=True)
+        ]
+        storages = [
+            _Storage(
+                replace(s, name="", born=-1, last=None, last_unsaved=None, saved_by=(), read_by=(), written_by=()),
+                s.name,
+                s.born,
+                s.last,
+                met,
+            )
+            for s, met in zip(record.storages, short.met, strict=True)
+        ]
+        return _Step(operators, storages, list(record.calls), record.forward_stop, record.loss_stop, short.fixed)
+
+    def record(self, short: StepRecord) -> StepRecord:
+        """Put the pieces together; the rest is as in the record that they came from."""
+        saved: list[list[int]] = [[] for _ in self.storages]
+        read: list[list[int]] = [[] for _ in self.storages]
+        written: list[list[int]] = [[] for _ in self.storages]
+        for number, operator in enumerate(self.operators):
+            for users, used in ((saved, operator.saves), (read, operator.reads), (written, operator.writes)):
+                for storage in used:
+                    users[storage].append(number)
+        return replace(
+            short,
+            operators=tuple(
+                replace(
+                    o.what, call=o.call, forward_of=o.forward_of, reads=o.reads, produces=o.produces, writes=o.writes
+                )
+                for o in self.operators
+            ),
+            calls=tuple(self.calls),
+            storages=tuple(
+                replace(
+                    storage.what,
+                    name=storage.name,
+                    born=storage.born,
+                    last=storage.last,
+                    last_unsaved=storage.last,
+                    saved_by=tuple(saved[number]),
+                    read_by=tuple(read[number]),
+                    written_by=tuple(written[number]),
+                )
+                for number, storage in enumerate(self.storages)
+            ),
+            forward_stop=self.forward_stop,
+            loss_stop=self.loss_stop,
+            scratch_keys=tuple(operator.key for operator in self.operators) if short.scratch_keys else (),
+        )
+
+
 class _Place(NamedTuple):
     """Where something is: in which sweep, at which block, and which of the things there."""
 
     sweep: int
     block: int
     offset: int
+
+
+_Target = int | tuple[list[int], int, int]
+"""A new number that is the same in all copies; or by block left out where a block's things begin, which of these counts
+from there on, and which of the things."""
 
 
 class _Line:
@@ -97,7 +207,8 @@ class _Line:
                 raise NotAlikeError("blocks run different operators")
         self.order: list[int | tuple[int, int]] = []
         self._kept: list[int] = []
-        self._starts: dict[tuple[int, int], int] = {}
+        # By sweep: where the block before those left out begins, each of them, and the one behind.
+        self._starts: list[list[int]] = [[0] * (copies + 2) for _ in parts]
         inserted: dict[int, list[int]] = {}
         for sweep, blocks in enumerate(parts):
             inserted.setdefault(blocks[_PATTERN][1 if ascending[sweep] else 0], []).append(sweep)
@@ -105,11 +216,13 @@ class _Line:
             for sweep in inserted.get(position, ()):
                 start, stop = parts[sweep][_PATTERN]
                 for number in range(copies) if ascending[sweep] else reversed(range(copies)):
-                    self._starts[sweep, number] = len(self.order)
+                    self._starts[sweep][number + 1] = len(self.order)
                     self.order += [(number, thing) for thing in range(start, stop)]
             self._kept.append(len(self.order))
             if position < count and position not in dropped:
                 self.order.append(position)
+        for starts, blocks in zip(self._starts, parts, strict=True):
+            starts[0], starts[-1] = (self._kept[blocks[block][0]] for block in (_PATTERN, _PATTERN + 1))
 
     def place(self, position: int) -> _Place | None:
         """Return where a thing is; None outside of all blocks."""
@@ -123,7 +236,7 @@ class _Line:
         """Return the new number of the first thing of a part, or of its copy in a block left out."""
         if copy is None:
             return self.kept(self.parts[place.sweep][place.block][0])
-        return self._starts[place.sweep, copy]
+        return self._starts[place.sweep][copy + 1]
 
     def relative(self, position: int | None, block: int) -> Hashable:
         """Name a thing as seen from a block: the same name means the same, seen from another one."""
@@ -141,96 +254,99 @@ class _Line:
         """Say whether all blocks see a thing alike: the last block's, whose backward begins a replay of all of them."""
         return block is not None and place.block == _KEPT - 1 and block <= _PATTERN
 
-    def seen_from(self, position: int, block: int | None, copy: int | None, copies: int) -> int:
-        """Return the new number of what something refers to.
-
-        Args:
-            position: What is referred to.
-            block: The block that refers to it; None outside.
-            copy: The number of the block left out, where the reference is in a copy.
-            copies: How many blocks are left out.
-        """
+    def target(self, position: int, block: int) -> _Target:
+        """Return what a reference in the block that is copied means in every copy: see `resolved`."""
         place = self.place(position)
         if place is None or self._is_the_end_for(block, place):
             return self.kept(position)
-        step = 0 if block is None else place.block - block
-        if copy is not None:
-            seen = copy + step
-        elif block is None:
+        step = place.block - block
+        if abs(step) > 1:
+            raise NotAlikeError("a block refers to what is more than one block away")
+        return self._starts[place.sweep], step + 1, place.offset
+
+    def seen_from(self, position: int, block: int | None) -> int:
+        """Return the new number of what something that was run refers to, in a block or, with None, outside."""
+        place = self.place(position)
+        if place is None or self._is_the_end_for(block, place):
+            return self.kept(position)
+        if block is None:
             if place.block in (_PATTERN - 1, _PATTERN):
                 raise NotAlikeError("something outside of the blocks uses what is inside of one")
             return self.kept(position)
-        elif (block > _PATTERN) == (place.block > _PATTERN):
+        if (block > _PATTERN) == (place.block > _PATTERN):
             return self.kept(position)
-        else:
-            seen = copies - 1 if block > _PATTERN else 0
-        if abs(step) > 1:
+        if abs(place.block - block) > 1:
             raise NotAlikeError("a block refers to what is more than one block away")
-        if seen < 0:
-            return self.kept(self.parts[place.sweep][_PATTERN][0] + place.offset)
-        return self.kept(position) if seen == copies else self._starts[place.sweep, seen] + place.offset
+        # Across those left out: the first of them, or the last.
+        return self._starts[place.sweep][-2 if block > _PATTERN else 1] + place.offset
+
+
+def resolved(target: _Target, copy: int) -> int:
+    """Return the new number that a target means in a copy, by the number of the block left out."""
+    if isinstance(target, int):
+        return target
+    starts, step, offset = target
+    return starts[copy + step] + offset
 
 
 class _Splice:
     """Put one run's blocks that were left out into a record."""
 
-    def __init__(self, short: Shortened, run: Run) -> None:
-        self._short, self._record, self._run = short, short.record, run
-        self._copies = len(run.left_out)
+    def __init__(self, step: _Step, run: Run) -> None:
+        self._step, self._run = step, run
         self._prefixes = {f"{name}.": block for block, name in enumerate(run.kept)}
         self._left_out = tuple(f"{name}." for name in run.left_out)
-        record = self._record
-        called = [self._block_of(call.module) for call in record.calls]
+        copies = len(run.left_out)
+        called = [self._block_of(call.module) for call in step.calls]
         parts, ascending = self._sweeps(self._blocks_of_operators(called))
-        self._operators = _Line(len(record.operators), parts, ascending, self._copies)
-        self._storages = _Line(len(record.storages), self._parts_of_storages(parts), ascending, self._copies)
+        self._operators = _Line(len(step.operators), parts, ascending, copies)
+        self._storages = _Line(len(step.storages), self._parts_of_storages(parts), ascending, copies)
         dropped = frozenset(
-            number for number, call in enumerate(record.calls) if f"{call.module}.".startswith(self._left_out)
+            number for number, call in enumerate(step.calls) if f"{call.module}.".startswith(self._left_out)
         )
         calls = self._parts_of_calls(called, dropped, len(parts))
-        self._calls = _Line(len(record.calls), calls, ascending, self._copies, dropped)
+        self._calls = _Line(len(step.calls), calls, ascending, copies, dropped)
         self._named = {
-            (storage.kind, storage.name): number
-            for number, storage in enumerate(record.storages[: short.fixed])
+            (storage.what.kind, storage.name): number
+            for number, storage in enumerate(step.storages[: step.fixed])
             if storage.name
         }
-        self._saves: list[list[int]] = [[] for _ in record.operators]
-        for number, storage in enumerate(record.storages):
-            for saver in storage.saved_by:
-                self._saves[saver].append(number)
+        self._travels = self._handed_on()
 
-    def lengthened(self) -> Shortened:
-        """Return the record with the blocks left out."""
+    def _handed_on(self) -> frozenset[int]:
+        """Return the storages made in a block that operators elsewhere use."""
+        found: set[int] = set()
+        for number, operator in enumerate(self._step.operators):
+            here = self._operators.place(number)
+            block = None if here is None else here.block
+            for storage in (*operator.reads, *operator.saves):
+                there = self._storages.place(storage)
+                if there is not None and there.block != block:
+                    found.add(storage)
+        return frozenset(found)
+
+    def lengthened(self) -> _Step:
+        """Return the step with the blocks left out."""
         self._check()
-        record, operators = self._record, self._operators
-        made = [self._operator(thing) for thing in operators.order]
-        saved: dict[int, set[int]] = {}
-        read: dict[int, set[int]] = {}
-        written: dict[int, set[int]] = {}
-        for number, (operator, saves) in enumerate(made):
-            for kind, storages in ((saved, saves), (read, operator.reads), (written, operator.writes)):
-                for storage in storages:
-                    kind.setdefault(storage, set()).add(number)
-        storages, met = zip(*map(self._storage, self._storages.order), strict=True)
-        keys = record.scratch_keys
-        longer = replace(
-            record,
-            operators=tuple(operator for operator, _ in made),
-            calls=tuple(map(self._call, self._calls.order)),
-            storages=tuple(
-                replace(
-                    storage,
-                    saved_by=tuple(sorted(saved.get(number, ()))),
-                    read_by=tuple(sorted(read.get(number, ()))),
-                    written_by=tuple(sorted(written.get(number, ()))),
-                )
-                for number, storage in enumerate(storages)
-            ),
-            forward_stop=operators.kept(record.forward_stop),
-            loss_stop=operators.kept(record.loss_stop),
-            scratch_keys=tuple(keys[_thing(thing)[0]] for thing in operators.order) if keys else (),
+        line = self._operators
+        patterns: dict[int, Callable[[int], _Operator]] = {}
+        operators: list[_Operator] = []
+        for thing in line.order:
+            if isinstance(thing, int):
+                operators.append(self._operator(thing))
+            else:
+                copy, number = thing
+                if number not in patterns:
+                    patterns[number] = self._copied(number)
+                operators.append(patterns[number](copy))
+        return _Step(
+            operators=operators,
+            storages=list(map(self._storage, self._storages.order)),
+            calls=list(map(self._call, self._calls.order)),
+            forward_stop=line.kept(self._step.forward_stop),
+            loss_stop=line.kept(self._step.loss_stop),
+            fixed=self._step.fixed,
         )
-        return Shortened(record=longer, met=met, fixed=self._short.fixed)
 
     def _block_of(self, module: str) -> int | None:
         module = f"{module}."
@@ -239,7 +355,7 @@ class _Splice:
     def _blocks_of_operators(self, called: list[int | None]) -> list[int | None]:
         """Return each operator's block: where it is called, or where that is called whose gradient it computes."""
         blocks: list[int | None] = []
-        for operator in self._record.operators:
+        for operator in self._step.operators:
             if operator.call >= 0:
                 blocks.append(called[operator.call])
             else:
@@ -278,7 +394,7 @@ class _Splice:
         return parts, ascending
 
     def _parts_of_storages(self, parts: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-        met, fixed = self._short.met, self._short.fixed
+        met, fixed = [storage.met for storage in self._step.storages], self._step.fixed
         return [
             [(bisect_left(met, start, lo=fixed), bisect_left(met, stop, lo=fixed)) for start, stop in blocks]
             for blocks in parts
@@ -287,7 +403,7 @@ class _Splice:
     def _parts_of_calls(
         self, called: list[int | None], dropped: frozenset[int], sweeps: int
     ) -> list[list[tuple[int, int]]]:
-        calls = self._record.calls
+        calls = self._step.calls
         found: list[list[tuple[int, int] | None]] = [[None] * _KEPT for _ in range(sweeps)]
         for block, group in groupby(range(len(calls)), key=lambda number: -1 if number in dropped else called[number]):
             numbers = list(group)
@@ -323,19 +439,19 @@ class _Splice:
             for blocks in line.parts:
                 if [pattern(k, one) for k in range(*blocks[one])] != [pattern(k, two) for k in range(*blocks[two])]:
                     raise NotAlikeError("a block does not do what the one before it does")
-        operators = self._record.operators
+        operators = self._step.operators
         for blocks in self._operators.parts:
-            seen = [[_outer(operators[k]) for k in range(*blocks[block])] for block in (two, three)]
+            seen = [[operators[k].what for k in range(*blocks[block])] for block in (two, three)]
             if seen[0] != seen[1]:
                 raise NotAlikeError("a block does not do what the one before it does")
 
     def _reference(self, number: int, block: int) -> Hashable:
         """Name a storage as seen from a block."""
-        storage = self._record.storages[number]
-        if number < self._short.fixed and storage.name:
+        storage = self._step.storages[number]
+        if number < self._step.fixed and storage.name:
             owner = self._block_of(storage.name)
             if owner == block:
-                return storage.kind, self._short_name(storage.name, block)
+                return storage.what.kind, self._short_name(storage.name, block)
             if owner is not None or storage.name.startswith(self._left_out):
                 raise NotAlikeError("a block uses another one's parameters")
         return self._storages.relative(number, block)
@@ -348,99 +464,116 @@ class _Splice:
         return f"{new}{name[len(old) :]}" if f"{name}.".startswith(f"{old}.") else name
 
     def _operator_pattern(self, number: int, block: int) -> Hashable:
-        operator = self._record.operators[number]
-        keys = self._record.scratch_keys
+        operator = self._step.operators[number]
         return (
-            _outer(operator),
-            keys[number] if keys else None,
+            operator.what,
+            operator.key,
             self._calls.relative(operator.call, block),
             self._operators.relative(operator.forward_of, block),
             *(
                 tuple(self._reference(storage, block) for storage in storages)
-                for storages in (operator.reads, operator.produces, operator.writes, self._saves[number])
+                for storages in (operator.reads, operator.produces, operator.writes, operator.saves)
             ),
         )
 
     def _storage_pattern(self, number: int, block: int) -> Hashable:
-        storage, line = self._record.storages[number], self._operators
+        storage, line = self._step.storages[number], self._operators
         last = line.relative(storage.last, block)
-        travels = any(self._is_elsewhere(reader, block) for reader in (*storage.read_by, *storage.saved_by))
-        if travels and not isinstance(last, tuple):
+        if number in self._travels and not isinstance(last, tuple):
             # What one block hands to another may be collected; of which blocks is not known.
             raise NotAlikeError("what a block returns outlives the next one")
-        name = self._short_name(storage.name, block)
-        met = line.relative(self._short.met[number], block)
-        return storage.nbytes, storage.kind, name, storage.stream, line.relative(storage.born, block), last, met
-
-    def _is_elsewhere(self, operator: int, block: int) -> bool:
-        place = self._operators.place(operator)
-        return place is None or place.block != block
+        name, met = self._short_name(storage.name, block), line.relative(storage.met, block)
+        return storage.what, name, line.relative(storage.born, block), last, met
 
     def _call_pattern(self, number: int, block: int) -> Hashable:
-        call, place = self._record.calls[number], self._calls.place(number)
+        call, place = self._step.calls[number], self._calls.place(number)
         assert place is not None
         begin, _ = self._operators.parts[place.sweep][block]
         name = self._short_name(call.module, block)
         outer = replace(call, module=name, parent=-1, start=call.start - begin, stop=call.stop - begin)
         return outer, self._calls.relative(call.parent, block)
 
-    def _operator(self, thing: int | tuple[int, int]) -> tuple[Operator, tuple[int, ...]]:
-        number, copy = _thing(thing)
-        operator, place = self._record.operators[number], self._operators.place(number)
+    def _operator(self, number: int) -> _Operator:
+        """Return an operator that was run, renumbered."""
+        operator, place = self._step.operators[number], self._operators.place(number)
         block = None if place is None else place.block
 
-        def storages(numbers: Sequence[int]) -> tuple[int, ...]:
-            return tuple(self._storage_seen(k, block, copy) for k in numbers)
+        def storages(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([self._storages.seen_from(k, block) for k in numbers])
 
-        renumbered = replace(
-            operator,
-            call=self._calls.seen_from(operator.call, block, copy, self._copies),
-            forward_of=self._operators.seen_from(operator.forward_of, block, copy, self._copies),
-            reads=storages(operator.reads),
-            produces=storages(operator.produces),
-            writes=storages(operator.writes),
+        return _Operator(
+            operator.what,
+            operator.key,
+            self._calls.seen_from(operator.call, block),
+            self._operators.seen_from(operator.forward_of, block),
+            storages(operator.reads),
+            storages(operator.produces),
+            storages(operator.writes),
+            storages(operator.saves),
         )
-        return renumbered, storages(self._saves[number])
 
-    def _storage_seen(self, number: int, block: int | None, copy: int | None) -> int:
-        storage = self._record.storages[number]
-        if copy is not None and number < self._short.fixed and storage.name:
-            renamed = self._renamed(storage.name, copy)
-            return self._storages.kept(self._named[storage.kind, renamed])
-        return self._storages.seen_from(number, block, copy, self._copies)
+    def _copied(self, number: int) -> Callable[[int], _Operator]:
+        """Return what makes copies of an operator, by the number of the block left out."""
+        operator = self._step.operators[number]
+        call, forward_of = (
+            self._calls.target(operator.call, _PATTERN),
+            self._operators.target(operator.forward_of, _PATTERN),
+        )
+        reads, produces, writes, saves = (
+            tuple(map(self._storage_target, numbers))
+            for numbers in (operator.reads, operator.produces, operator.writes, operator.saves)
+        )
 
-    def _storage(self, thing: int | tuple[int, int]) -> tuple[Storage, int]:
+        def storages(targets: tuple[_Target, ...], copy: int) -> tuple[int, ...]:
+            return tuple([resolved(target, copy) for target in targets])
+
+        return lambda copy: _Operator(
+            operator.what,
+            operator.key,
+            resolved(call, copy),
+            resolved(forward_of, copy),
+            storages(reads, copy),
+            storages(produces, copy),
+            storages(writes, copy),
+            storages(saves, copy),
+        )
+
+    def _storage_target(self, number: int) -> _Target:
+        storage = self._step.storages[number]
+        if number < self._step.fixed and storage.name:
+            kind, name = storage.what.kind, storage.name
+            numbers = [self._named[kind, self._renamed(name, copy)] for copy in range(len(self._run.left_out))]
+            return [self._storages.kept(k) for k in numbers], 0, 0
+        return self._storages.target(number, _PATTERN)
+
+    def _storage(self, thing: int | tuple[int, int]) -> _Storage:
         number, copy = _thing(thing)
-        storage, place, line = self._record.storages[number], self._storages.place(number), self._operators
-        block = None if place is None else place.block
-        last = None if storage.last is None else line.seen_from(storage.last, block, copy, self._copies)
-        moved = replace(
-            storage,
-            name=storage.name if copy is None else self._renamed(storage.name, copy),
-            born=line.seen_from(storage.born, block, copy, self._copies),
-            last=last,
-            last_unsaved=last,
-        )
-        met = self._short.met[number]
-        return moved, line.seen_from(met, block, copy, self._copies) if met < len(
-            self._record.operators
-        ) else line.kept(met)
+        storage, line = self._step.storages[number], self._operators
+        if copy is None:
+            place = self._storages.place(number)
+            block = None if place is None else place.block
+            born = line.seen_from(storage.born, block)
+            last = None if storage.last is None else line.seen_from(storage.last, block)
+            return _Storage(storage.what, storage.name, born, last, line.seen_from(storage.met, block))
+        targets = [line.target(k, _PATTERN) for k in (storage.born, storage.met)]
+        born, met = (resolved(target, copy) for target in targets)
+        last = None if storage.last is None else resolved(line.target(storage.last, _PATTERN), copy)
+        return _Storage(storage.what, self._renamed(storage.name, copy), born, last, met)
 
     def _call(self, thing: int | tuple[int, int]) -> ModuleCall:
         number, copy = _thing(thing)
-        call, place, line = self._record.calls[number], self._calls.place(number), self._operators
+        call, place, line = self._step.calls[number], self._calls.place(number), self._operators
         if place is None:
             return replace(
                 call, parent=self._calls.kept(call.parent), start=line.kept(call.start), stop=line.kept(call.stop)
             )
         shift = line.start(place, copy) - line.parts[place.sweep][place.block][0]
-        return replace(
-            call,
-            module=call.module if copy is None else self._renamed(call.module, copy),
-            parent=self._calls.seen_from(call.parent, place.block, copy, self._copies),
-            start=call.start + shift,
-            stop=call.stop + shift,
-        )
+        if copy is None:
+            parent = self._calls.seen_from(call.parent, place.block)
+            return replace(call, parent=parent, start=call.start + shift, stop=call.stop + shift)
+        parent = resolved(self._calls.target(call.parent, _PATTERN), copy)
+        module = self._renamed(call.module, copy)
+        return replace(call, module=module, parent=parent, start=call.start + shift, stop=call.stop + shift)
 
 
 def _thing(thing: int | tuple[int, int]) -> tuple[int, int | None]:

@@ -19,6 +19,7 @@ from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .allocator import collect
 from .devices import Device, device_of
 from .internals import kineto_events
 from .kernels import marked_durations
@@ -144,6 +145,8 @@ def step_times(
     timed = TimedRuns(step, place, trains=trains)
     marked: list[list[int]] = []
     seen: list[str] = []
+    # What profiling has made so far is no training step's to collect.
+    collect()
     enough = 2 if any(len(blocks) >= repeats for blocks in alike) else repeats
     for number in range(max(2, enough)):
         if number >= 2 and timed.wall_ns >= ENOUGH_NS:
