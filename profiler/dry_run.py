@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from .absent import is_absent, stand_in
 from .cards import Card
@@ -34,7 +35,9 @@ class DryRunError(RuntimeError):
     """Raised when a model's forward or backward cannot run on fake tensors."""
 
 
-def on_fakes(step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None = None) -> Result:
+def on_fakes(
+    step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None = None, unused: frozenset[int] = frozenset()
+) -> Result:
     """Run something on fake tensors in place of parameters, buffers and batch; put everything back afterwards.
 
     Replaced are the parameters and buffers of all modules that the step reaches, those of the loss among them, what
@@ -46,6 +49,7 @@ def on_fakes(step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None =
         step: The step.
         run: What to run, with the step on fake tensors.
         ranks: How the model is divided over processes meanwhile; None leaves it whole.
+        unused: Identities of modules that are not run: their parameters and buffers stay what they are.
 
     Raises:
         DisturbedError: A fake tensor is kept where it cannot be taken out again.
@@ -54,7 +58,7 @@ def on_fakes(step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None =
     guard = step.guard
     try:
         with guard.preserved():
-            result = _replaced(step, mode, run, ranks)
+            result = _replaced(step, mode, run, ranks, unused)
     except Exception as error:
         # The frames that an error went through would keep their tensors alive.
         _forget_frames(error)
@@ -66,7 +70,9 @@ def on_fakes(step: Step, run: Callable[[Step], Result], *, ranks: Ranks | None =
     raise failure
 
 
-def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result], ranks: Ranks | None) -> Result:
+def _replaced(
+    step: Step, mode: FakeTensorMode, run: Callable[[Step], Result], ranks: Ranks | None, unused: frozenset[int]
+) -> Result:
     now, released = step.guard.now, step.guard.released
     beside = step.guard.beside(step.model)
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -84,7 +90,8 @@ def _replaced(step: Step, mode: FakeTensorMode, run: Callable[[Step], Result], r
         return fakes[id(tensor)][1]
 
     fake_step = step.map_tensors(fake)
-    registries = [registry for module in now.reach.modules for registry in tensor_registries(module)]
+    used = (module for module in now.reach.modules if id(module) not in unused)
+    registries = [registry for module in used for registry in tensor_registries(module)]
     absent = [*now.reach.fakes, *filter(is_absent, now.reach.tensors)]
     for tensor in (*(t for r in registries for t in r.values() if t is not None), *(t for _, t in beside), *absent):
         fake(tensor)
@@ -158,15 +165,23 @@ def dry_run(
             runs=runs,
         )
 
+    # Gradients that exist from the beginning are fake ones, of fake parameters.
+    unused = frozenset[int]() if accumulation else _inside(step.model, runs)
     with _no_collection(), _quiet():
         try:
             with nullcontext() if card is None else recorded_as(card):
-                return on_fakes(step, record, ranks=ranks)
+                return on_fakes(step, record, ranks=ranks, unused=unused)
         except (BatchError, DisturbedError, NotAlikeError):
             raise
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DryRunError(f"{type(step.model).__name__} cannot run on fake tensors: {reason}") from error
+
+
+def _inside(model: nn.Module, runs: tuple[Run, ...]) -> frozenset[int]:
+    """Return the identities of blocks that are left out, and of the modules inside of them."""
+    blocks = (model.get_submodule(name) for run in runs for name in run.left_out)
+    return frozenset(id(module) for block in blocks for module in block.modules())
 
 
 def record_step(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from remat.profiler import BatchError, Profile, ProfileFileError, profile
-from remat.profiler.allocator import allocated_peak_bytes, collected
+from remat.profiler.allocator import allocated_peak_bytes, allocations_inside, collect, collected
 from remat.profiler.step import Step
 from torch import nn
 
@@ -45,6 +45,24 @@ def test_workspace_inside_a_convolution_is_counted_without_a_real_step_too():
     measured = allocated_peak_bytes(Step.of(model, batch, loss).train, CPU)
     assert max(operator.scratch_bytes for operator in recorded.operators) > 0
     assert recorded.peak_bytes() - recorded.fixed_bytes() == pytest.approx(measured, rel=1e-3)
+
+
+def test_calls_that_repeat_are_measured_a_few_times_and_known_as_well(monkeypatch):
+    windows = []
+
+    def counted(body, device):
+        windows.append(allocations_inside(body, device))
+        return windows[-1]
+
+    monkeypatch.setattr("remat.profiler.scratch.allocations_inside", counted)
+    model, x = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(12))), torch.randn(2, 8, 32, 32)
+    few = profile(model, x, repeats=1)
+    monkeypatch.setattr("remat.profiler.scratch.OFTEN", 1000)
+    every = profile(model, x, repeats=1)
+    known = [[operator.scratch_bytes for operator in found.operators] for found in (few, every)]
+    assert known[0] == known[1]
+    assert sum(known[0]) > 0
+    assert len(windows[0]) < len(windows[1]) / 2
 
 
 def test_a_masked_model_takes_the_same_path_on_fake_tensors_as_on_real_ones():
@@ -231,4 +249,9 @@ def test_what_is_alive_before_measuring_is_left_out_of_collections_meanwhile():
         with collected():
             assert gc.get_freeze_count() == frozen > 0
         assert gc.get_freeze_count() == frozen
+        made = [[] for _ in range(100)]
+        collect()
+        assert gc.get_freeze_count() > frozen + len(made) / 2
+    assert gc.get_freeze_count() == 0
+    collect()
     assert gc.get_freeze_count() == 0

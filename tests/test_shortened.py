@@ -14,11 +14,12 @@ from remat.planner.finding.dry_runs import _role
 from remat.planner.segments import Call, PlannedSegment, SavedOperator
 from remat.profiler import open_session, profile
 from remat.profiler.contents import flat
-from remat.profiler.dry_run import dry_run
+from remat.profiler.dry_run import dry_run, record_step
+from remat.profiler.internals import FakeTensor
 from remat.profiler.profiling import Session
 from remat.profiler.repetition import identical_blocks
 from remat.profiler.scratch import ScratchMeter
-from remat.profiler.shortened import NotAlikeError, runs_of
+from remat.profiler.shortened import FIRST, LAST, NotAlikeError, runs_of
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -285,6 +286,20 @@ def test_a_model_is_left_as_it_was() -> None:
     session.record("dry run")
     assert session.is_shortened
     assert {name: list(map(id, flat(vars(module)))) for name, module in model.named_modules()} == before
+
+
+def test_what_blocks_left_out_hold_is_not_replaced_by_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fakes = Stack(), list[list[int]]()
+
+    def looking(step: Any, **options: Any) -> Any:
+        fakes.append([n for n, layer in enumerate(model.layers) if isinstance(layer.norm.weight, FakeTensor)])
+        return record_step(step, **options)
+
+    monkeypatch.setattr("remat.profiler.dry_run.record_step", looking)
+    both(session_of(model, STACKED))
+    both(session_of(model, STACKED, accumulation=True))
+    every = list(range(BLOCKS + 2))
+    assert fakes == [every, [*every[:FIRST], *every[-LAST:]], every, every]
 
 
 def segment(*names: str, **parts: Any) -> PlannedSegment:
