@@ -122,6 +122,12 @@ def _advice(planned: Fingerprint, found: Fingerprint) -> str:
     for prefix in ("module.", "_orig_mod."):
         if found.parameters and all(name.startswith(prefix) for name in found.parameters):
             return f"This model is a wrapper: apply the plan to the module inside it (its attribute {prefix[:-1]})."
+    if (
+        {name.replace("_orig_mod.", "") for name in found.parameters}
+        == planned.parameters.keys()
+        != found.parameters.keys()
+    ):
+        return "Some of its modules were replaced by torch.compile(module): call module.compile() instead."
     if planned.parameters.keys() == found.parameters.keys():
         return "Load the configuration (and dtype) the plan was made with, or plan again."
     return "Pass the model the plan was made for, or plan again."

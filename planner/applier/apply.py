@@ -20,7 +20,7 @@ from ..errors import ApplyError
 from ..plan import Plan, PlannedSegment
 from .binding import Binding
 from .expected import Expected
-from .intercept import MemberCall, PlannedForward, Replication, StandIn
+from .intercept import MemberCall, PlannedForward, Replication, StandIn, stand_in_at
 from .planned import Planned
 
 
@@ -80,7 +80,7 @@ def apply_segments(model: nn.Module, segments: Iterable[PlannedSegment], *, trai
     _refuse_own_checkpointing(model)
     binding = Binding(model)
     top = binding.level(tuple(segments), None)
-    return Applied(Planned(model, training, top, binding.replayed), binding)
+    return Applied(Planned(model, training, top, binding.modules, binding.replayed), binding)
 
 
 class Applied:
@@ -141,9 +141,9 @@ class Applied:
 def applied_to(model: nn.Module) -> Applied | None:
     """Return the plan in force on a model, as `apply` returned it; a copy of a planned model has one of its own."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, PlannedForward) and forward.planned is not None and forward.planned.root is model:
-            return forward.planned.applied
+        found = stand_in_at(module)
+        if found is not None and found.planned is not None and found.planned.root is model:
+            return found.planned.applied
     return None
 
 
@@ -166,7 +166,7 @@ def unplanned(model: nn.Module) -> Iterator[Applied | None]:
 
 def _refuse_second(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), PlannedForward):
+        if stand_in_at(module) is not None:
             raise ApplyError(
                 f"a plan is already applied (module {name or '(root)'!r}); call remove() on what apply returned, first"
             )

@@ -36,6 +36,7 @@ class Binding:
         self._paths = {id(module): name for name, module in root.named_modules()}
         self._keys: dict[int, int] = {}
         self._reads: dict[frozenset[object], Reads] = {}
+        self._nested = ""
         self.modules: list[nn.Module] = []
         self.members: set[int] = set()
         self.singles: set[int] = set()
@@ -117,14 +118,17 @@ class Binding:
 
     def _trace(self, planned: PlannedSegment, segment: BoundSegment, members: list[nn.Module]) -> None:
         keys = [key for key, _ in segment.calls]
+        if planned.children and not self._nested:
+            self._nested = segment.where
+        nested = self._nested if planned.children else ""
         if planned.crosses_operators and len(keys) > 1:
             refusal = Untraceable(
                 f"segment {segment.where} holds operators of the parent between its members, which torch.compile "
-                "cannot trace; plan without crossing operators, or do not compile the parent"
+                "cannot trace; plan with cross_operators=False, or compile neither the members nor the parent"
             )
             self.traced.update(dict.fromkeys(keys, refusal))
         elif len(keys) == 1:
-            self.traced.setdefault(keys[0], TracedCall(segment))
+            self.traced.setdefault(keys[0], TracedCall(segment, nested))
         elif len(set(keys)) < len(keys) or any(key in self.traced for key in keys):
             refusal = Untraceable(
                 f"segment {segment.where} holds calls of a module that is called several times, which torch.compile "
@@ -132,7 +136,7 @@ class Binding:
             )
             self.traced.update(dict.fromkeys(keys, refusal))
         else:
-            first = TracedFirst(segment, members[1:])
+            first = TracedFirst(segment, nested, members[1:])
             self.traced.update(dict.fromkeys(keys[1:], TracedLater(first)))
             self.traced[keys[0]] = first
 

@@ -79,17 +79,22 @@ class Expected:
             stacklevel=2,
         )
 
-    def check_calls(self, counts: dict[int, int], cut: list[str]) -> None:
+    def check_calls(self, counts: dict[int, int], cut: list[str], compiled: frozenset[int]) -> None:
         """Warn, once, of planned calls that a forward has not made, and of segments that did not end as planned.
 
         Args:
             counts: The forward's calls with gradients, by module.
             cut: Segments that were ended before their last call came.
+            compiled: Modules whose calls are not counted, because they run inside compiled ones.
         """
-        if self._calls_told or not (cut or any(counts.get(key, 0) < least for key, least in self._least.items())):
+        if self._calls_told:
+            return
+        if not (cut or any(counts.get(key, 0) < least and key not in compiled for key, least in self._least.items())):
             return
         self._calls_told = True
-        never = [where for (key, index), where in self._calls.items() if counts.get(key, 0) <= index]
+        never = [
+            where for (key, index), where in self._calls.items() if counts.get(key, 0) <= index and key not in compiled
+        ]
         names = list(dict.fromkeys((*never, *cut)))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         warnings.warn(

@@ -48,12 +48,18 @@ class StandIn:
         self.module = module
         # Another tool may have put one of its own on the instance; it stays inside.
         self.previous: Callable[..., Any] | None = module.__dict__.get(self.method)
-        module.__dict__[self.method] = self
+        module.__dict__[self.method] = self.forward
+
+    @property
+    def forward(self) -> Any:
+        """What stands on the instance."""
+        return self
 
     def take_off(self) -> None:
         """Put back what was there; where another tool has wrapped this meanwhile it stays, and only passes on."""
         self.planned = None
-        if self.module.__dict__.get(self.method) is self:
+        placed = self.module.__dict__.get(self.method)
+        if placed is self or (isinstance(placed, MethodType) and placed.__self__ is self):
             del self.module.__dict__[self.method]
             if self.previous is not None:
                 self.module.__dict__[self.method] = self.previous
@@ -94,6 +100,36 @@ class StandIn:
         return twin
 
 
+def _method(stand_in: PlannedForward, owner: type[nn.Module]) -> MethodType:
+    """Make a bound method of what stands in for the forward of a module of a class.
+
+    Of a bound method on the instance the compiler compares the code, else the object: so alike blocks share what is
+    compiled once.
+    """
+
+    def forward(bound: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(bound, nn.Module):
+            # Another tool has taken the function and bound it to the module.
+            return type(bound).forward(bound, *args, **kwargs)
+        return bound(*args, **kwargs)
+
+    forward.__dict__["__signature__"] = inspect.signature(owner.forward)
+    return MethodType(forward, stand_in)
+
+
+def _unpickled(kind: type[PlannedForward], owner: type[nn.Module] | None) -> PlannedForward:
+    stand_in = object.__new__(kind)
+    stand_in.owner = owner
+    return stand_in
+
+
+def stand_in_at(module: nn.Module) -> PlannedForward | None:
+    """Return what stands for a plan, in force or not, in place of a module's forward."""
+    placed = module.__dict__.get(PlannedForward.method)
+    stand_in = getattr(placed, "__self__", None) if isinstance(placed, MethodType) else placed
+    return stand_in if isinstance(stand_in, PlannedForward) else None
+
+
 class PlannedForward(StandIn):
     """Stand in for a module's forward: count the call, and run it as a segment where the plan says so.
 
@@ -120,12 +156,22 @@ class PlannedForward(StandIn):
         single: bool,
         traced: Traced | None,
     ) -> None:
+        self.owner = None if module is planned.root or self.method in module.__dict__ else type(module)
         super().__init__(planned, key, module)
         self.counted = counted
         self.scope = scope
         # A member's forward is then of interest to the compiler only.
         self.passive = not (counted or scope or single)
         self.traced = traced
+
+    @property
+    def forward(self) -> Any:
+        """What stands on the instance: in a part whose class's own it was a bound method, pickled by this name."""
+        return self if self.owner is None else _method(self, self.owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The method may be asked for before the rest of this is there: they are in a cycle.
+        return _unpickled, (type(self), self.owner), vars(self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, as a segment where one is planned for this call."""
@@ -160,7 +206,7 @@ class PlannedForward(StandIn):
         try:
             output = thread.scoped(None, self._run, (planned.threads, thread, args, kwargs), {})
             if expected is not None:
-                expected.check_calls(thread.counts, thread.cut)
+                expected.check_calls(thread.counts, thread.cut, planned.compiled.keys)
             return output
         finally:
             thread.counts = None

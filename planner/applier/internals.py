@@ -135,6 +135,11 @@ def parametrizations_are_cached() -> bool:
     return parametrize._cache_enabled > 0
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether a module's __call__ runs what `module.compile()` made, and no CALL_METHOD."""
+    return module._compiled_call_impl is not None
+
+
 def next_node_number() -> int:
     """Return the sequence number that the next autograd node of this thread gets."""
     return torch._C._autograd._get_sequence_nr()
@@ -269,10 +274,11 @@ compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 uncompiled = torch._disable_dynamo
 
 
-def warn_if_eager(where: str) -> bool:
-    """Warn, in code that is being traced, where the backend runs a checkpoint's graph without autograd's own tracing.
+def eager_backend() -> str:
+    """Return, in code that is being traced, the name of a backend that runs graphs without autograd's own tracing.
 
-    Such backends replay a checkpoint with other random numbers than its forward drew, with or without a plan.
+    Such backends replay a checkpoint with other random numbers than its forward drew, with or without a plan. Of any
+    other backend the name is empty.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -280,15 +286,29 @@ def warn_if_eager(where: str) -> bool:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     name = getattr(backend, "__name__", "") or getattr(backend, "compiler_name", "")
-    eager = name in ("eager", "eager_noexcept", "eager_debug")
-    if eager:
-        warnings.warn(
-            f"segment {where}: torch.compile(backend={name!r}) replays a checkpoint with other random numbers than its "
-            "forward drew, so gradients are wrong where it has dropout; use backend='aot_eager' or the default one",
-            stacklevel=2,
-        )
-    return eager
+    return name if name in ("eager", "eager_noexcept", "eager_debug") else ""
+
+
+def warn_of_eager(where: str) -> None:
+    """Warn, in code that is being traced, of what `eager_backend` told of."""
+    warnings.warn(
+        f"segment {where}: torch.compile(backend={eager_backend()!r}) replays a checkpoint with other random numbers "
+        "than its forward drew, so gradients are wrong where it has dropout; use backend='aot_eager' or the default "
+        "one",
+        stacklevel=2,
+    )
+
+
+def warn_of_nested(where: str) -> None:
+    """Warn, in code that is being traced, that the compiler makes one checkpoint of those inside one another."""
+    warnings.warn(
+        f"segment {where} has others inside, and of those torch.compile takes the outermost alone: it is exact, but "
+        "its peak may be above the promised one; plan with solver='dp' or 'ilp', which put no segment inside another",
+        stacklevel=2,
+    )
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler: the function runs while tracing.
-warn_if_eager.__dict__["_dynamo_marked_constant"] = True
+eager_backend.__dict__["_dynamo_marked_constant"] = True
+warn_of_eager.__dict__["_dynamo_marked_constant"] = True
+warn_of_nested.__dict__["_dynamo_marked_constant"] = True

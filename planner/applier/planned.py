@@ -10,6 +10,7 @@ from torch import nn
 
 from ...profiler.repeatable_hooks import may_run_again
 from ..errors import ApplyError
+from .compiled import CompiledParts
 from .expected import Expected
 from .internals import children_of, forward_hook_registries, global_hook_registries
 from .thread_state import Level, ThreadStates
@@ -25,15 +26,19 @@ class Planned:
         applied: What apply returned: found here, so that a copy of the model has its own.
         expected: What the plan's figures rest on; None where segments were applied without a plan.
         begins: The first calls of all segments, of whatever level.
+        compiled: The parts of the model that were compiled by themselves.
     """
 
-    def __init__(self, root: nn.Module, training: bool, top: Level, replayed: dict[nn.Module, str]) -> None:
+    def __init__(
+        self, root: nn.Module, training: bool, top: Level, modules: list[nn.Module], replayed: dict[nn.Module, str]
+    ) -> None:
         self.root = root
         self.training = training
         self.threads = ThreadStates(top)
         self.applied: Any = None
         self.expected: Expected | None = None
         self.begins = top.all_begins()
+        self.compiled = CompiledParts(root, modules, top)
         # Dictionaries of modules and copies of them: compared as a whole, many times faster than by a walk.
         self._children = [children_of(module) for module in root.modules()]
         self._expected = [children.copy() for children in self._children]
@@ -55,12 +60,14 @@ class Planned:
         """Refuse a model that is not as it was when the plan was applied; runs once a forward.
 
         Raises:
-            ApplyError: A module was added, taken away or replaced, or does its own checkpointing now.
+            ApplyError: A module was added, taken away or replaced, or does its own checkpointing now; or a segment is
+                compiled in part.
         """
         if self._children != self._expected:
             raise ApplyError(
                 "a module was added, removed or replaced after the plan was applied, and replays would run the old "
-                "ones: call remove() before such a change and apply the plan, or a new one, afterwards"
+                "ones: call remove() before such a change and apply the plan, or a new one, afterwards (to compile "
+                "a part, call part.compile(), which replaces nothing)"
             )
         if any(module.gradient_checkpointing is True for module in self._checkpointing):
             raise ApplyError(
@@ -69,6 +76,7 @@ class Planned:
             )
         if self._hooks != self._known_hooks:
             self._warn_of_hooks()
+        self.compiled.look()
 
     def _warn_of_hooks(self) -> None:
         """Warn, once for each, of hooks that came after the plan and that a replay runs a second time."""

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ApplyError
-from .internals import warn_if_eager
+from .internals import eager_backend, warn_of_eager, warn_of_nested
 from .save_set import traced_contexts
 from .thread_state import BoundSegment
 
@@ -43,10 +43,16 @@ _RANDOM = frozenset(
 
 
 class TracedCall:
-    """Run a module's forward under one checkpoint."""
+    """Run a module's forward under one checkpoint.
 
-    def __init__(self, segment: BoundSegment) -> None:
+    Args:
+        segment: The segment.
+        nested: If the segment has others inside, the name of the plan's first one that has; else nothing.
+    """
+
+    def __init__(self, segment: BoundSegment, nested: str) -> None:
         self.segment = segment
+        self.nested = nested
         self.draws = segment.watched.reads.mentions(_RANDOM)
         self.options: dict[str, Any] = {"early_stop": segment.early_stop}
         if segment.save is not None:
@@ -54,8 +60,11 @@ class TracedCall:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the forward's output."""
-        if is_dynamo_compiling() and self.draws:
-            warn_if_eager(self.segment.where)
+        if is_dynamo_compiling() and self.nested:
+            warn_of_nested(self.nested)
+        # The name is read last: the compiler compiles anew for each other name that it has read.
+        if is_dynamo_compiling() and self.draws and eager_backend():
+            warn_of_eager(self.segment.where)
         return checkpoint(self.body, forward, *args, use_reentrant=False, **self.options, **kwargs)
 
     def body(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +79,8 @@ class TracedFirst(TracedCall):
         left: How many members' calls are still to hand the result on.
     """
 
-    def __init__(self, segment: BoundSegment, later: list[nn.Module]) -> None:
-        super().__init__(segment)
+    def __init__(self, segment: BoundSegment, nested: str, later: list[nn.Module]) -> None:
+        super().__init__(segment, nested)
         self.later = later
         self.left = 0
 
@@ -90,7 +99,7 @@ class TracedFirst(TracedCall):
                     f"segment {self.segment.where}: torch.compile can only take runs of modules that take one tensor "
                     "as their first positional argument and return one; plan each member as a segment of its own"
                 )
-            x = module.__dict__["forward"].original(x, *args[1:], **kwargs)
+            x = module.__dict__["forward"].__self__.original(x, *args[1:], **kwargs)
         return x
 
 
