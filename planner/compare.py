@@ -16,7 +16,7 @@ from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
 from .finding.planning import Planner, check_solver
 from .options import StepKeywords, check_keywords, own_parameters
-from .phases import Phase
+from .phases import Phase, as_a_part
 from .pictures.tables import html_table
 from .plan import Plan, percent_range
 from .verify import verify
@@ -319,7 +319,7 @@ class _Run:
         for done, ((solver, budget_bytes), plan) in enumerate(self.plans.items()):
             if progress is not None:
                 progress(Phase(f"measuring {solver} at {format_bytes(budget_bytes)}", done, len(self.plans)))
-            found = verify(model, batch, plan, loss=loss, repeats=2, progress=progress)
+            found = verify(model, batch, plan, loss=loss, repeats=2, progress=as_a_part(progress))
             self.rows[solver, budget_bytes] |= {
                 "measured_peak_bytes": found.measured_peak_bytes if found.ranks == 1 else None,
                 "measured_overhead": found.measured_overhead,

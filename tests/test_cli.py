@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from remat.command_line.app import main
 from remat.command_line.commands import COMMANDS
 from remat.command_line.failures import MEANINGS
 from remat.command_line.options import Dtype, Output, Step
-from remat.command_line.terminal import Terminal
-from remat.planner import Plan, StepOptions
-from remat.planner.phases import Phase
+from remat.command_line.terminal import Terminal, TimeLeft
+from remat.planner import Plan, StepOptions, plan, verify
+from remat.planner.phases import Bounded, Over, Phase
 from torch import nn
 
 FACTORIES = """
@@ -438,6 +439,66 @@ def test_counted_phases_tell_how_many_there_are_and_how_long_they_will_take(caps
     err = capsys.readouterr().err
     assert "] dp at 60% (1 of 4)" in err
     assert re.search(r"\[\d+ s, about \d+ s left\] ilp at 40% \(3 of 4\)", err)
+
+
+def test_the_time_left_is_told_by_what_counted_phases_took_and_by_the_limit_of_one():
+    now = [0.0]
+    left = TimeLeft(lambda: now[0])
+
+    def told(at, words):
+        now[0] = at
+        left.note(words)
+        return left.words()
+
+    assert told(0, "recording") == ""
+    assert told(1, Bounded("solving", 20.0)) == "at most 0:00:20"
+    now[0] = 6
+    assert left.words() == "at most 0:00:15"
+    now[0] = 30
+    assert left.words() == ""
+    assert told(40, Phase("sqrt", 0, 3)) == "0 of 3 done"
+    assert told(45, Bounded("solving", 20.0)) == "0 of 3 done"
+    assert told(50, Phase("dp", 1, 3)) == "1 of 3 done, about 0:00:20 left"
+    assert told(52, "dry run") == "1 of 3 done, about 0:00:18 left"
+    assert told(80, Phase("ilp", 2, 3)) == "2 of 3 done, about 0:00:20 left"
+    now[0] = 200
+    assert left.words() == "2 of 3 done, about 0:00:00 left"
+    assert told(201, Over("timed")) == ""
+    # A second count begins anew.
+    assert told(300, Phase("timing", 0, 2)) == "0 of 2 done"
+    assert told(301, Phase("timing", 1, 2)) == "1 of 2 done, about 0:00:01 left"
+
+
+def test_what_takes_long_tells_how_long_it_can_take_or_how_often_it_is_done():
+    model, said = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]), []
+    made = plan(model, torch.randn(256, 32), "95%", solver="dp", time_limit_s=7.0, progress=said.append, repeats=0)
+    solving = [words for words in said if "solving for" in words]
+    assert solving
+    assert all(words.startswith(f"dp, round {n} of at most 8: ") for n, words in enumerate(solving, 1))
+    assert {words.limit_s for words in solving} == {7.0}
+    said.clear()
+    verify(model, torch.randn(256, 32), made, repeats=2, progress=said.append)
+    rounds = [(words.done, words.total) for words in said if isinstance(words, Phase)]
+    assert rounds == [(0, 2), (1, 2)]
+
+
+def test_on_a_terminal_the_count_and_the_time_left_are_shown_and_nothing_when_quiet(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    for quiet in (False, True):
+        with Terminal(Output(quiet=quiet)).progress() as say:
+            for number in range(3):
+                say(Phase("dp at 60%", number, 3))
+                time.sleep(0.15)
+            say(Over("writing"))
+            time.sleep(0.15)
+        shown = capsys.readouterr().err
+        if quiet:
+            assert shown == ""
+        else:
+            assert re.search(
+                r"dp at 60% \(3 of 3\).*2 of 3 done, about 0:00:00 left", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown)
+            )
 
 
 def test_the_demo_writes_its_files(remat):

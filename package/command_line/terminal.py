@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from .options import Output
 
@@ -59,37 +61,101 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Say]:
-        """Show the present phase; where phases are counted, how many are over and how long the others will take.
+        """Show the present phase and what is known of the time left, until this is left.
 
-        On a terminal that is a bar; elsewhere it is a line now and then.
+        Where phases are counted that is how many are over and how long the others will take, by the mean of those that
+        are over; where a phase is limited, how long it can take at most. On a terminal that is a line that moves;
+        elsewhere a line now and then.
         """
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            _LeftColumn(),
         )
         live = self._remarks.is_terminal and not self._output.quiet and not self._output.verbose
         with Progress(*columns, console=self._remarks, transient=True, disable=not live) as bar:
-            task = bar.add_task("starting", total=None)
+            left = TimeLeft()
+            task = bar.add_task("starting", total=None, left=left)
             last = time.monotonic() - _QUIET_SECONDS
 
             def say(words: str) -> None:
                 nonlocal last
-                total = getattr(words, "total", None)
-                if total is not None:
-                    bar.update(task, total=total, completed=getattr(words, "done", 0))
+                left.note(words)
+                # Set outright: the bar's own update leaves a total that is None as it was.
+                bar.tasks[0].total, bar.tasks[0].completed = left.total, left.done
                 bar.update(task, description=words)
                 now = time.monotonic()
                 if not live and (self._output.verbose or now - last >= _QUIET_SECONDS):
                     last = now
-                    self._line(bar, words)
+                    self._line(bar.tasks[0].elapsed or 0, left, words)
 
             yield say
 
-    def _line(self, bar: Progress, words: str) -> None:
-        (task,) = bar.tasks
-        left = task.time_remaining
-        about = "" if left is None or task.finished else f", about {left:.0f} s left"
-        self._remarks.print(f"[{task.elapsed or 0:.0f} s{about}] {words}", markup=False)
+    def _line(self, elapsed_s: float, left: TimeLeft, words: str) -> None:
+        seconds = left.seconds()
+        about = "" if seconds is None else f", about {seconds:.0f} s left"
+        self._remarks.print(f"[{elapsed_s:.0f} s{about}] {words}", markup=False)
+
+
+class TimeLeft:
+    """What is known of the time left, from the phases told of so far.
+
+    Args:
+        clock: What tells seconds.
+
+    Attributes:
+        total: How many phases there are; None where they are not counted.
+        done: How many of them are over.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.total: int | None = None
+        self.done = 0
+        self._began = self._phase_began = clock()
+        self._ends: float | None = None
+
+    def note(self, words: str) -> None:
+        """Note what is being done from now on; see `remat.planner.phases`, which is not imported for it."""
+        now = self._clock()
+        limit_s = getattr(words, "limit_s", None)
+        self._ends = None if limit_s is None else now + limit_s
+        total, done = getattr(words, "total", None), getattr(words, "done", 0)
+        if total is not None:
+            if done == 0:
+                self._began = now
+            self.total, self.done, self._phase_began = total, done, now
+        elif getattr(words, "over", False):
+            self.total, self.done = None, 0
+
+    def seconds(self) -> float | None:
+        """Return what counted phases will still take; None before the first one is over."""
+        if self.total is None or self.done == 0:
+            return None
+        each = (self._phase_began - self._began) / self.done
+        return max(0.0, each * (self.total - self.done) - (self._clock() - self._phase_began))
+
+    def words(self) -> str:
+        """Say what is known; nothing where nothing is."""
+        seconds = self.seconds()
+        if seconds is not None:
+            return f"{self.done} of {self.total} done, about {_clock_words(seconds)} left"
+        if self.total is not None:
+            return f"{self.done} of {self.total} done"
+        if self._ends is not None and self._ends > self._clock():
+            return f"at most {_clock_words(self._ends - self._clock())}"
+        return ""
+
+
+def _clock_words(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+class _LeftColumn(ProgressColumn):
+    """Show the time left, as far as it is known."""
+
+    def render(self, task: Task) -> Text:
+        left: TimeLeft = task.fields["left"]
+        return Text(left.words(), style="progress.remaining")

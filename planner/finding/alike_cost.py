@@ -9,6 +9,7 @@ from ...solvers.alike_space import pattern_changes
 from ...solvers.solution import limit_in_force
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
+from ..phases import Bounded
 from .search import Draft, Effort
 
 NOTHING_REPEATS = "alike=True: no block of this model repeats, so it was planned as without"
@@ -45,10 +46,10 @@ def alike_cost(bridge: Bridge, draft: Draft, limit: int, effort: Effort) -> Alik
     patterns = _patterns(bridge, draft)
     if effort.solver not in _SEARCHING:
         return AlikeCost(words=patterns)
-    effort.say("solving without blocks alike, to say what they cost")
+    limit_s = min(MOST_S, limit_in_force(effort.time_limit_s))
+    effort.say(Bounded("solving without blocks alike, to say what they cost", limit_s))
     plan, step_ns = draft.solution, max(1, bridge.profile.step_ns)
     problem = bridge.problem(max(1, plan.peak_bytes + limit - draft.peak_bytes))
-    limit_s = min(MOST_S, limit_in_force(effort.time_limit_s))
     try:
         free: Solution | None = SOLVERS[effort.solver](problem, time_limit_s=limit_s, gap=effort.gap)
     except BudgetTooSmallError:

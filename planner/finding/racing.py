@@ -18,6 +18,7 @@ from ...profiler.results import Arm
 from ...profiler.times import Spread
 from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import apply_segments
+from ..phases import Over
 from .calibration import Observation, corrected, factors
 from .search import Effort
 from .times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
@@ -135,7 +136,9 @@ def _timed(entrants: dict[str, Found], effort: Effort) -> _Heat:
     }
     if fits(planner.search.dry_runs.whole_step_bytes(), session.device):
         arms[UNPLANNED] = nullcontext
-    return _Heat(entrants=entrants, times=time_in_turn(session.step, arms, session.device, ROUNDS, effort.say))
+    times = time_in_turn(session.step, arms, session.device, ROUNDS, effort.say)
+    effort.say(Over("timed"))
+    return _Heat(entrants=entrants, times=times)
 
 
 def _name(place: int, found: Found) -> str:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from ...profiler import Profile
 from ...solvers import ALIKE, DRY_RUN_WITH, LEAST_OF_ALL, SOLVERS, BudgetTooSmallError, Segment, Solution
+from ...solvers.solution import limit_in_force
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
+from ..phases import Bounded
 from ..segments import PlannedSegment
 from .dry_runs import DryRun, DryRuns
 
@@ -130,12 +132,14 @@ class Search:
         aim = _Aim(target_bytes=limit - self.dry_runs.beside_bytes(self.profile))
         tried: set[tuple[Segment, ...]] = set()
         for number in range(1, ROUNDS + 1):
-            effort.say(f"{solver}, round {number}: solving for {format_bytes(aim.target_bytes)}")
+            words = f"{solver}, round {number} of at most {ROUNDS}: solving for {format_bytes(aim.target_bytes)}"
+            effort.say(Bounded(words, limit_in_force(effort.time_limit_s)))
             solution, is_least = self._solve(solver, aim.target_bytes, effort)
             if solution.segments in tried:
                 return
             tried.add(solution.segments)
-            effort.say(f"{solver}, round {number}: dry run of {solution.count_segments()} segments")
+            segments = f"{solution.count_segments()} segments"
+            effort.say(f"{solver}, round {number} of at most {ROUNDS}: dry run of {segments}")
             draft = self.draft(solution, is_least=is_least)
             yield draft
             following = aim.next(draft, limit)

@@ -13,6 +13,7 @@ from ...profiler.results import Arm
 from ...profiler.step import Step
 from ...profiler.times import Spread
 from ...profiler.timing import BUSY, timed_ns, train_once
+from ..phases import Phase
 
 UNPLANNED = "unplanned"
 """The name of the arm in which nothing is applied."""
@@ -74,7 +75,7 @@ def time_in_turn(
     wall_ns = 0
     names = list(arms)
     for number in range(rounds):
-        say(f"timing, round {number + 1} of {rounds}")
+        say(Phase("timing, round", number, rounds))
         for name in names if number % 2 else reversed(names):
             with step.guard.preserved(), arms[name]():
                 train_once(step)
