@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
 from .devices import Device, device_of
-from .internals import kineto_events
+from .internals import marks_and_allocations
 
 _MARK = "remat.measured"
 FREE_SHARE = 0.9
@@ -48,7 +47,7 @@ def collect() -> None:
 def allocated_peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Run something and return the most bytes allocated on `device` at any moment, above what was there at entry.
 
-    On a CPU this is the running sum of the allocator's own events (torch.profiler, profile_memory), exact to the byte.
+    On a CPU this is the running sum of the allocator's own events (torch.profiler's), exact to the byte.
     On CUDA it is what its allocator counts, above what was allocated at entry.
     """
     return allocations_inside(lambda window: window(run), device)[0][0]
@@ -71,10 +70,10 @@ def allocations_inside(body: Callable[[Window], Any], device: torch.device | Non
         with record_function(_MARK):
             return call()
 
-    with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with marks_and_allocations() as events:
         result = body(window)
     del result
-    return _inside_marks(profiler)
+    return _inside_marks(events)
 
 
 class _Counted:
@@ -107,10 +106,10 @@ class _Counted:
         self._peaks = [max(known, peak) for known in self._peaks]
 
 
-def _inside_marks(profiler: Any) -> list[tuple[int, int]]:
+def _inside_marks(events: list[Any]) -> list[tuple[int, int]]:
     allocations: list[tuple[int, int]] = []
     marks: list[tuple[int, int]] = []
-    for event in kineto_events(profiler):
+    for event in events:
         if event.name() == "[memory]":
             allocations.append((event.start_ns(), event.nbytes()))
         elif event.name() == _MARK:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._profiler import RecordScope
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
@@ -28,8 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 # torch.profiler otherwise writes a line to standard error whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-# Its package does not type it as a member, so it is imported by name.
+# Their packages do not type them as members, so they are imported by name.
 _optimizers: Any = import_module("torch.optim.optimizer")
+_profiler: Any = import_module("torch.autograd.profiler")
 
 __all__ = [
     "FakeTensor",
@@ -55,6 +57,7 @@ __all__ = [
     "is_plain_tensor",
     "kineto_events",
     "local_part",
+    "marks_and_allocations",
     "private_process_group",
     "ran_on_cpu",
     "resizes_told",
@@ -134,6 +137,24 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 def global_forward_hooks() -> list[Any]:
     """Return the forward hooks and forward pre-hooks that run at every module's call."""
     return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
+
+
+@contextmanager
+def marks_and_allocations() -> Iterator[list[Any]]:
+    """Let torch.profiler see annotations and what the CPU's allocator does inside; the list then holds the raw events.
+
+    Operators are left out: they are most of what torch.profiler sees otherwise, and of the time that it takes.
+    """
+    events: list[Any] = []
+    session = _profiler.profile(profile_memory=True)
+    _profiler._prepare_profiler(session.config(create_trace_id=True), session.kineto_activities)
+    _profiler._run_on_profiler_start()
+    _profiler._enable_profiler(session.config(), session.kineto_activities, {RecordScope.USER_SCOPE})
+    try:
+        yield events
+    finally:
+        events += _profiler._disable_profiler().events()
+        _profiler._run_on_profiler_stop()
 
 
 def kineto_events(profiler: Any) -> list[Any]:
