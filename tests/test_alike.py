@@ -66,18 +66,6 @@ MODELS = {
 }
 
 
-def _patterns(made, where):
-    """Return what each block of a list has, by number: its segments with names from the block on."""
-    found = {}
-    for segment in made.segments:
-        match = re.match(rf"{re.escape(where)}\.(\d+)", segment.members[0].module)
-        if match is not None:
-            inside = tuple(call.module.removeprefix(match[0]) for call in segment.members)
-            assert all(call.module.startswith(match[0]) for call in segment.members)
-            found.setdefault(int(match[1]), []).append((inside, segment.save))
-    return found
-
-
 def _patterns(made, where, numbers):
     """Return what each block of a list has: its segments with names from the block on."""
     found = {number: [] for number in numbers}
@@ -181,7 +169,7 @@ def test_a_solver_that_cannot_treat_blocks_alike_is_refused_by_name():
 
 def test_blocks_are_not_treated_alike_over_several_batches():
     model, batch, loss = build()
-    with pytest.raises(PlanError, match="alike= is about one batch"):
+    with pytest.raises(PlanError, match=r"alike= is about one batch.*largest in every dimension, or leave alike= out"):
         plan(model, None, "60%", batches=[batch, batch[:8]], alike=True, loss=loss)
 
 

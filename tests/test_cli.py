@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -349,6 +350,37 @@ def test_the_largest_batch_is_found_from_a_factory_that_makes_batches(remat):
     assert code == 0, err
     assert "<- chosen" in out
     assert Plan.load("plan.json").predicted_peak_bytes <= 1500 * 1024
+
+
+def test_blocks_are_treated_alike_where_that_is_asked_for_and_the_cost_is_told(remat):
+    code, out, err = remat(*PLAN, "80%", "--alike", "--repeats", "0", "--solver", "dp", "--out", "plan.json")
+    assert code == 0, err
+    assert re.search(r"note: one pattern, .*in 3 blocks alike, 0 to 2", out)
+    assert re.search(r"note: treating blocks alike costs [^:]+: \d+\.\d % added, \d+\.\d % without", out)
+    made = Plan.load("plan.json")
+    assert made.circumstances.alike
+    assert made.unrestricted_overhead <= made.predicted_overhead
+    patterns = [
+        {tuple(c.module[2:] for c in one.members) for one in made.segments if one.members[0].module[0] == block}
+        for block in "012"
+    ]
+    assert any(patterns)
+    assert sum(one != other for one, other in pairwise(patterns)) <= 1
+    assert remat("verify", "factories.py:build", "--plan", "plan.json", "--repeats", "1")[0] == 0
+
+
+def test_compare_takes_solvers_that_treat_blocks_alike_and_others_are_refused(remat):
+    code, out, err = remat(
+        "compare", "factories.py:build", "--alike", "--budget", "80%", "--repeats", "0", "--json", "--time-limit", "2"
+    )
+    assert code == 0, err
+    assert {row["solver"] for row in json.loads(out)["plans"]} == {"all", "dp", "ilp"}
+    code, _, err = remat(*PLAN, "80%", "--alike", "--solver", "sqrt", "--repeats", "0")
+    assert code == 2
+    assert "cannot treat blocks alike: choose one of none, all, dp, ilp, auto" in err
+    code, _, err = remat(*PLAN, "80%", "--alike", "--batches", "factories.py:several")
+    assert code == 2
+    assert "alike= is about one batch" in err
 
 
 def test_a_plan_for_several_batches_says_what_it_does_with_each(remat):

@@ -153,6 +153,19 @@ def test_a_trainer_with_a_plan_trains_as_without(tmp_path, planned_times, argume
     assert known.autocast == ({"cpu": "bfloat16"} if "bf16" in arguments else {})
 
 
+def test_a_trainer_trains_as_without_under_a_plan_that_treats_blocks_alike(tmp_path):
+    callback = TransformersPlan("80%", alike=True, **QUICK)
+    plain_log, plain = train(tmp_path / "plain", max_steps=2)
+    log, model = train(tmp_path / "planned", callback, max_steps=2)
+    assert log == plain_log
+    assert same_values(model, plain)
+    assert callback.plan.segments
+    assert callback.plan.circumstances.alike
+    assert any("in 2 blocks alike, transformer.h.0 to transformer.h.1" in note for note in callback.plan.notes)
+    with pytest.raises(BudgetError, match="cannot treat blocks alike: choose one of"):
+        TransformersPlan("80%", alike=True, solver="sqrt")
+
+
 def test_a_trainer_resumes_from_its_checkpoint_with_the_kept_plan(tmp_path, planned_times):
     # A schedule that knows no end: two steps are then the first half of four.
     constant = {"lr_scheduler_type": "constant"}
@@ -187,7 +200,8 @@ def test_a_plan_is_kept_for_just_what_it_was_made_for(tmp_path):
     path(batch=batch[:32])
     path(budget="90%")
     path(loss=None)
-    assert len(path()) == 6
+    path(alike=True)
+    assert len(path()) == 7
 
 
 def test_a_kept_plan_that_is_too_large_by_now_is_made_again(tmp_path, planned_times, monkeypatch):

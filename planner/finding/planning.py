@@ -125,7 +125,10 @@ def _check_alone(**others: object) -> None:
         raise BatchError("batch and batches are both given: put the batch among the others, batches=[batch, ...]")
     for name, value in others.items():
         if value:
-            raise PlanError(f"{name}= is about one batch, and batches= are several: leave it out")
+            raise PlanError(
+                f"{name}= is about one batch, and batches= are several: pass the one that is largest in every "
+                f"dimension, or leave {name}= out"
+            )
 
 
 def check_solver(solver: str, *, alike: object = False) -> None:

@@ -75,7 +75,7 @@ def time_in_turn(
     wall_ns = 0
     names = list(arms)
     for number in range(rounds):
-        say(Phase("timing, round", number, rounds))
+        say(Phase("round of timing", number, rounds))
         for name in names if number % 2 else reversed(names):
             with step.guard.preserved(), arms[name]():
                 train_once(step)
