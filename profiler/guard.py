@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock
 
 import torch
 from torch import nn
 
+from .contexts import own_context
 from .internals import storage_key, tensor_hooks
 from .snapshot import DisturbedError, Snapshot, is_parameter
+
+_ONE_AT_A_TIME = RLock()
+"""What is kept undisturbed is the process's in part, such as random states: other threads wait."""
 
 
 @dataclass(slots=True)
@@ -56,19 +61,21 @@ class Guard:
         if self._first is not None:
             yield
             return
-        first = self._first = self._now = Snapshot(self.roots, self._written)
-        try:
-            if self._first_use is not None:
-                self.advance(self._first_use)
-            yield
-        except BaseException as error:
+        with _ONE_AT_A_TIME:
+            first = self._first = self._now = Snapshot(self.roots, self._written)
+            try:
+                with own_context():
+                    if self._first_use is not None:
+                        self.advance(self._first_use)
+                    yield
+            except BaseException as error:
+                changed = self._leave(first)
+                if changed:
+                    error.add_note(_words(changed))
+                raise
             changed = self._leave(first)
             if changed:
-                error.add_note(_words(changed))
-            raise
-        changed = self._leave(first)
-        if changed:
-            raise DisturbedError(_words(changed))
+                raise DisturbedError(_words(changed))
 
     def _leave(self, first: Snapshot) -> list[str]:
         self._first = self._now = None
@@ -87,13 +94,14 @@ class Guard:
             snapshot = self.now
             contents = snapshot.read()
             snapshot.take_gradients()
-            try:
-                with snapshot.iterators_lent():
-                    yield
-            finally:
-                changes = snapshot.changes(contents)
-                self.left = snapshot.left(changes)
-                self.changes = snapshot.restore(changes, every_value=False)
+            with own_context():
+                try:
+                    with snapshot.iterators_lent():
+                        yield
+                finally:
+                    changes = snapshot.changes(contents)
+                    self.left = snapshot.left(changes)
+                    self.changes = snapshot.restore(changes, every_value=False)
             lost = snapshot.lost(hashes=False)
             if lost:
                 raise DisturbedError(_words(lost))

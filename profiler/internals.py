@@ -134,6 +134,12 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def global_hooks() -> list[dict[int, Any]]:
+    """Return what keeps the hooks that run at every module's call and backward."""
+    forward = [module._global_forward_hooks, module._global_forward_pre_hooks]
+    return [*forward, module._global_backward_hooks, module._global_backward_pre_hooks]
+
+
 def global_forward_hooks() -> list[Any]:
     """Return the forward hooks and forward pre-hooks that run at every module's call."""
     return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]

@@ -1,8 +1,9 @@
-"""Places that hold one value each, outside of any container: globals, class attributes, captured variables, slots."""
+"""Places that hold one value each, outside of any container: globals, class attributes, variables, slots."""
 
 from __future__ import annotations
 
 import types
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 MISSING = object()
@@ -88,4 +89,20 @@ class SlotOf(NamedTuple):
             self.descriptor.__set__(self.owner, value)
 
 
-Place = Name | ClassAttribute | Cell | SlotOf
+class Contextual(NamedTuple):
+    """A context variable, in the context that is current."""
+
+    owner: ContextVar[Any]
+    key: str
+
+    def read(self) -> Any:
+        """Return its value, or MISSING."""
+        return self.owner.get(MISSING)
+
+    def write(self, value: Any) -> None:
+        """Give it a value; to take it away is left to leaving the context (see `contexts.py`)."""
+        if value is not MISSING:
+            self.owner.set(value)
+
+
+Place = Name | ClassAttribute | Cell | SlotOf | Contextual

@@ -13,10 +13,12 @@ import enum
 import functools
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +27,8 @@ from torch import nn
 
 from .contents import items_of
 from .internals import FakeTensor, is_cached_function, tensor_hooks
-from .places import Cell, ClassAttribute, Name, Place, SlotOf
+from .places import Cell, ClassAttribute, Contextual, Name, Place, SlotOf
+from .raw import is_raw
 
 _PLAIN = frozenset(
     (
@@ -37,11 +40,11 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = (dict, list, set, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0])) - {"__main__"}
 _FOREIGN = ("torch.utils.data", "torch.multiprocessing", "torch.distributed", "torch._dynamo", "torch._inductor")
 """Parts of torch whose objects belong to other threads, processes or a compiler, and are not looked into."""
-_LOOKED_INTO = frozenset(("collections", "weakref", "types", "functools", "_thread", "contextlib"))
+_LOOKED_INTO = frozenset(("collections", "weakref", "_weakrefset", "types", "functools", "_thread", "contextlib"))
 """Parts of the standard library whose objects hold what users put into them."""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _MAKERS = frozenset(("__init__", "__new__", "__init_subclass__", "__reduce__", "__setstate__", "__getstate__"))
@@ -61,7 +64,7 @@ class Reach:
         tensors: All but fake ones.
         fakes: The fake ones, of a model that was built so.
         generators: Private random generators.
-        arrays: Arrays of numpy.
+        raws: What holds data of its own, such as arrays of numpy.
         iterators: What is used up by running.
         caches: Functions under functools.lru_cache.
         modules: All modules, the model's among them.
@@ -74,7 +77,7 @@ class Reach:
         self.tensors: list[torch.Tensor] = []
         self.fakes: list[torch.Tensor] = []
         self.generators: list[Any] = []
-        self.arrays: list[np.ndarray] = []
+        self.raws: list[Any] = []
         self.iterators: list[Any] = []
         self.caches: list[Any] = []
         self.modules: list[nn.Module] = []
@@ -120,8 +123,10 @@ class Reach:
             self._expand_function(value)
         elif isinstance(value, _GENERATORS):
             self.generators.append(value)
-        elif isinstance(value, np.ndarray):
-            self.arrays.append(value)
+        elif isinstance(value, ContextVar):
+            self._add_place(Contextual(value, value.name), id(value), "")
+        elif is_raw(value):
+            self._expand_raw(value)
         elif not isinstance(value, enum.Enum):
             self._expand_object(value)
 
@@ -150,6 +155,12 @@ class Reach:
         if type(value) not in _CONTAINERS and type(value) is not OrderedDict:
             self._expand_attributes(value)
             self._meet(type(value), id(value), ", its class")
+
+    def _expand_raw(self, value: Any) -> None:
+        self.raws.append(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            for position, item in enumerate(value.flat):
+                self._meet(item, id(value), f"[{position}]")
 
     def _expand_attributes(self, value: object) -> None:
         """Go through the attributes that an object keeps in its dictionary and its slots."""
@@ -255,7 +266,10 @@ class Reach:
 
 def _dictionary_of(value: object) -> dict[str, Any] | None:
     try:
-        attributes = object.__getattribute__(value, "__dict__")
+        # What a thread keeps for itself is told to nobody but its own attribute.
+        attributes = (
+            value.__dict__ if isinstance(value, threading.local) else object.__getattribute__(value, "__dict__")
+        )
     except AttributeError:
         return None
     return attributes if isinstance(attributes, dict) else None

@@ -353,7 +353,8 @@ class Recorder(TorchDispatchMode):
         def unpack(packed: Any) -> Any:
             if packed is None:
                 raise BatchError(
-                    "the model differentiates inside its own forward (torch.autograd.grad), and cannot be profiled"
+                    "the step differentiates before its own backward (torch.autograd.grad or backward() in forward or "
+                    "in the loss) and cannot be profiled: plan without that part, and leave some headroom for it"
                 )
             return packed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +18,16 @@ def state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
 def set_state_of(generator: Any, state: Any) -> None:
     """Set what `state_of` returned."""
-    if isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.BitGenerator):
+        generator.state = state
+    elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -49,6 +55,20 @@ def _set_errors(errors: Any) -> None:
     np.seterr(**errors)
 
 
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _anomaly_mode() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly_mode(mode: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*mode)
+
+
 def _flag(owner: Any, name: str) -> Setting:
     def write(value: object) -> None:
         setattr(owner, name, value)
@@ -65,9 +85,21 @@ SETTINGS = (
     Setting(torch.get_num_threads, torch.set_num_threads),
     Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
+    Setting(_anomaly_mode, _set_anomaly_mode),
+    _flag(torch.backends.mkldnn, "enabled"),
+    _flag(torch.backends.cudnn, "enabled"),
     _flag(torch.backends.cudnn, "benchmark"),
     _flag(torch.backends.cudnn, "deterministic"),
     _flag(torch.backends.cudnn, "allow_tf32"),
+    _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    *(
+        Setting(getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
     Setting(np.geterr, _set_errors),
+    Setting(lambda: dict(os.environ), _set_environment),
+    Setting(sys.getrecursionlimit, sys.setrecursionlimit),
 )
 """What is put back after a step; settings that only a context changes are not in it."""

@@ -18,11 +18,12 @@ from .contents import changed_in, flat, holds_the_same, is_equal_data, left_in, 
 from .devices import all_random_states
 from .internals import backward_hooks, is_plain_tensor, set_version, storage_key, tensor_hooks
 from .places import Name, Place
+from .raw import data_of, digest_of, nbytes_of, put_data
 from .reach import Reach
 from .settings import SETTINGS, set_state_of, state_of
 
 SMALL_BYTES = 64 << 20
-"""What is neither a parameter nor of a module, such as a loss's targets, is copied up to this size, else hashed."""
+"""What is neither a parameter nor of a module's tensors, such as a loss's targets, is copied so far, else hashed."""
 SPARE = 4
 """Parameters are copied where the host's memory has room for so many copies, else hashed."""
 _CPU = torch.device("cpu")
@@ -33,17 +34,19 @@ class DisturbedError(ValueError):
 
 
 class Contents(NamedTuple):
-    """What containers hold and names stand for at a moment, in the order of `Reach`."""
+    """What containers hold and names stand for at a moment, in the order of `Reach`; of small raw data its digest."""
 
     containers: list[list[Any]]
     places: list[Any]
+    raws: list[bytes]
 
 
 class Changes(NamedTuple):
-    """Containers and names that hold something else than they did: each with what it held, and what it holds."""
+    """What holds something else than it did: each with what it held, and what it holds (of raw data the digest)."""
 
     containers: list[tuple[Any, list[Any], list[Any]]]
     places: list[tuple[Place, Any, Any]]
+    raws: list[tuple[Any, Any, bytes]]
 
 
 class Snapshot:
@@ -63,6 +66,9 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, object], written: frozenset[int] = frozenset()) -> None:
         self.reach = Reach(roots)
+        large = [raw for raw in self.reach.raws if nbytes_of(raw) > SMALL_BYTES]
+        self._large = [(raw, digest_of(raw)) for raw in large]
+        self._raws = [(raw, data_of(raw)) for raw in self.reach.raws if not any(raw is other for other in large)]
         self.contents = self.read()
         self.stepping_hooks = _has_gradient_hooks(self.reach)
         parameters = [tensor for tensor in self.reach.tensors if is_parameter(tensor) and not is_absent(tensor)]
@@ -84,7 +90,6 @@ class Snapshot:
             for tensor in self.reach.tensors
         ]
         self._versions = {id(held.tensor): held.version for held in self._held}
-        self._arrays = [(array, array.copy()) for array in self.reach.arrays if array.nbytes <= SMALL_BYTES]
         self._generators = [(generator, state_of(generator)) for generator in self.reach.generators]
         self._iterators = [(iterator, _position_of(iterator)) for iterator in self.reach.iterators]
         self._empty_caches = [cache for cache in self.reach.caches if cache.cache_info().currsize == 0]
@@ -93,7 +98,11 @@ class Snapshot:
 
     def read(self) -> Contents:
         """Return what every container and name holds now."""
-        return Contents([flat(c) for c in self.reach.containers], [place.read() for place in self.reach.places])
+        return Contents(
+            [flat(container) for container in self.reach.containers],
+            [place.read() for place in self.reach.places],
+            [digest_of(raw) for raw, _ in self._raws],
+        )
 
     def changes(self, contents: Contents) -> Changes:
         """Return what holds something else now than it did."""
@@ -101,9 +110,13 @@ class Snapshot:
         named = (
             (place, before, place.read()) for place, before in zip(self.reach.places, contents.places, strict=True)
         )
+        raws = (
+            (raw, data, before, digest_of(raw)) for (raw, data), before in zip(self._raws, contents.raws, strict=True)
+        )
         return Changes(
             [(container, before, now) for container, before, now in read if not holds_the_same(now, before)],
             [(place, before, now) for place, before, now in named if now is not before],
+            [(raw, data, now) for raw, data, before, now in raws if now != before],
         )
 
     def _containers_of(self, contents: Contents) -> Iterator[tuple[Any, list[Any]]]:
@@ -118,6 +131,7 @@ class Snapshot:
         for place, before, now in changes.places:
             if not is_equal_data(now, before):
                 found[self._words_of(place)] = picture(now)
+        found |= {self.reach.path(raw): picture(now) for raw, _, now in changes.raws}
         return found
 
     def exchange(self, others: Mapping[int, object]) -> None:
@@ -169,6 +183,9 @@ class Snapshot:
             if not is_equal_data(now, before):
                 changed.append(self._words_of(place))
             place.write(before)
+        for raw, data, _ in changes.raws:
+            changed.append(f"{self.reach.path(raw)}, what it holds")
+            put_data(raw, data)
         return changed
 
     def _words_of(self, place: Place) -> str:
@@ -177,13 +194,10 @@ class Snapshot:
         return f"{place.key} of {self.reach.path(place.owner)}"
 
     def restore_values(self, *, every_value: bool = True) -> None:
-        """Put back tensors, arrays, random states and settings."""
+        """Put back tensors, random states and settings."""
         with torch.no_grad():
             for held in self._held:
                 held.restore(always=every_value or self.stepping_hooks)
-        for array, before in self._arrays:
-            if array.tobytes() != before.tobytes():
-                array[...] = before
         for generator, state in self._generators:
             set_state_of(generator, state)
         self._restore_random_states()
@@ -201,6 +215,8 @@ class Snapshot:
         """Name what is not as it was and cannot be put back."""
         lost = [f"the values of {self.reach.path(h.tensor)}" for h in self._held if h.is_lost(hashes=hashes)]
         lost += [f"the position of {self.reach.path(it)}" for it, at in self._iterators if _position_of(it) != at]
+        if hashes:
+            lost += [self.reach.path(raw) for raw, digest in self._large if digest_of(raw) != digest]
         return lost
 
     def still_changed(self) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .absent import is_absent
 from .guard import Guard
-from .internals import is_compiled
+from .internals import global_hooks, is_compiled
 from .repeatable_hooks import Repeatable
 
 Loss = Callable[[Any], torch.Tensor]
@@ -72,7 +72,7 @@ class Step:
         _check_model(model)
         if loss is not None and not callable(loss):
             raise BatchError(f"loss must be a function of the model's output, got {type(loss).__name__}")
-        guard = Guard({"model": model, "loss": loss, "batch": batch})
+        guard = Guard({"model": model, "loss": loss, "batch": batch, "hooks of all modules": global_hooks()})
         if isinstance(batch, Mapping):
             step = Step(model, (), {str(name): value for name, value in batch.items()}, loss, guard)
         elif isinstance(batch, (tuple, list)):

@@ -407,16 +407,6 @@ def test_the_mode_default_dtype_and_attention_kernels_of_forward_come_back_for_a
     assert all(torch.equal(p.grad, expected.gradients[name]) for name, p in model.named_parameters())
 
 
-def test_torch_func_gradients_are_refused_by_torch_and_leave_nothing_behind():
-    model, x = make(Stack)
-    plain = copy.deepcopy(model)
-    weights = dict(model.named_parameters())
-    with apply_segments(model, [segment(*BLOCKS[:2])]):
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
-        assert_same(train_step(model, x), train_step(plain, x))
-
-
 class Adjustable(nn.Module):
     """Reads attributes of plain data, a list of them, a configuration's, a buffer and an unregistered tensor."""
 

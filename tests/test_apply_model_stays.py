@@ -286,6 +286,17 @@ def test_a_model_cannot_be_planned_twice():
         pass
 
 
+def test_a_copy_of_a_part_of_a_planned_model_can_be_planned():
+    model, _ = make(Stack)
+    with apply_segments(model, PLAN):
+        part = copy.deepcopy(model.blocks[0])
+        x = torch.randn(4, 16)
+        plain = train_step(copy.deepcopy(part), x)
+        with apply_segments(part, [segment("feed")]):
+            assert_same(train_step(part, x), plain)
+        assert_same(train_step(part, x), plain)
+
+
 class Counts:
     """Counts out of the applier's sight, which refuses to replay a module whose attributes have changed."""
 

@@ -1,5 +1,6 @@
 """What else torch can do with a model, or around one, while it is planned: right, or refused by name."""
 
+import contextvars
 import copy
 import typing
 
@@ -91,3 +92,57 @@ def test_a_parametrized_weight_is_not_computed_to_compare_it():
         train_step(model, x)
     # Once in forward, once in the replay.
     assert len(made) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", PLANS)
+def test_transforms_of_functions_are_refused_by_name(name):
+    model, x = make(Stack)
+    plain = train_step(copy.deepcopy(model), x)
+    weights = dict(model.named_parameters())
+    with apply_segments(model, PLANS[name]):
+        for transform in (
+            lambda: torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).sum())(weights),
+            lambda: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+            lambda: torch.func.vmap(model, randomness="different")(x[:, None]),
+        ):
+            with pytest.raises(ApplyError, match=r"segment .*: transforms of torch\.func .* remove\(\) the plan"):
+                transform()
+        with torch.no_grad():
+            torch.func.vmap(model, randomness="different")(x[:, None])
+        assert_same(train_step(model, x), plain)
+
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+CALLS = contextvars.ContextVar("CALLS", default=0)
+
+
+class Scaled(nn.Module):
+    """Reads one context variable and counts in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x):
+        CALLS.set(CALLS.get() + 1)
+        return torch.tanh(self.mix(x) * SCALE.get()).exp()
+
+
+@pytest.mark.parametrize("names", [["0"], ["0", "1"]])
+def test_a_replay_sees_the_context_variables_of_forward_and_leaves_them(names):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Scaled() for _ in range(3))), torch.randn(4, 16)
+    other = copy.deepcopy(model)
+
+    def step(one):
+        token = SCALE.set(0.5)
+        output = one(x).sum()
+        SCALE.reset(token)
+        before = CALLS.get()
+        output.backward()
+        assert CALLS.get() == before
+        return [parameter.grad for parameter in one.parameters()]
+
+    with apply_segments(model, [segment(*names)]):
+        assert all(map(torch.equal, step(model), step(other)))

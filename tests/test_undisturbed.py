@@ -1,17 +1,25 @@
 """Planning and verifying disturb nothing that a step reaches, wherever it is; the audit in conftest looks on."""
 
+import contextvars
 import functools
 import inspect
+import io
 import itertools
+import os
+import threading
+import time
 import types
 import weakref
+from array import array
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from remat.planner import apply, compare, largest_batch, plan, verify
 from remat.planner.show.report import report_html
 from remat.profiler import BatchError, DisturbedError, profile
+from remat.profiler.guard import Guard
 from remat.profiler.reach import Reach
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -446,3 +454,111 @@ def test_what_torch_notes_on_its_own_functions_when_they_are_first_called_is_no_
     made = plan(Names(), X, "100%", solver="all", loss=square, repeats=0)
     assert [str(segment.members[0]) for segment in made.segments] == [f"blocks.{number}" for number in range(4)]
     assert not any("not replayed" in note for note in made.notes)
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE")
+KEPT = threading.local()
+
+
+def put(owner, name, value):
+    setattr(owner, name, value)
+
+
+def objects_in_an_array():
+    held = np.empty(1, dtype=object)
+    held[0] = []
+    return held
+
+
+WRITES = {
+    "a context variable": (
+        lambda: VARIABLE,
+        lambda var, x: var.set(x if var.get(None) is None else x * 2),
+        lambda v: v.get(None),
+    ),
+    "a thread's own attribute": (
+        lambda: KEPT,
+        lambda kept, x: put(kept, "calls", getattr(kept, "calls", 0) + 1),
+        lambda kept: dict(vars(kept)),
+    ),
+    "a bytearray": (bytearray, lambda held, x: held.append(1), bytes),
+    "an array": (lambda: array("i"), lambda held, x: held.append(1), list),
+    "an array of objects": (objects_in_an_array, lambda held, x: held[0].append(1), lambda held: list(held[0])),
+    "a file of text": (io.StringIO, lambda held, x: held.write("call"), lambda held: (held.getvalue(), held.tell())),
+    "a file of bytes": (io.BytesIO, lambda held, x: held.write(b"call"), lambda held: (held.getvalue(), held.tell())),
+    "a weak set": (weakref.WeakSet, lambda held, x: held.add(torch.nn.Linear), len),
+    "bits for generators": (lambda: np.random.PCG64(1), lambda bits, x: bits.random_raw(), lambda bits: bits.state),
+    "the environment": (
+        lambda: os.environ,
+        lambda held, x: held.update(REMAT_CALLS=held.get("REMAT_CALLS", "") + "x"),
+        lambda held: held.get("REMAT_CALLS"),
+    ),
+    "how uninitialised memory is filled": (
+        lambda: torch.utils.deterministic,
+        lambda held, x: put(held, "fill_uninitialized_memory", False),
+        lambda held: held.fill_uninitialized_memory,
+    ),
+    "a kernel switched off": (
+        lambda: torch.backends.cuda,
+        lambda held, x: held.enable_flash_sdp(False),
+        lambda held: held.flash_sdp_enabled(),
+    ),
+}
+
+
+class Writing(nn.Module):
+    """Writes in forward where no tensor and no container shows it."""
+
+    def __init__(self, held, write):
+        super().__init__()
+        self.held, self.write = (lambda: held), write
+
+    def forward(self, x):
+        self.write(self.held(), x)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_whatever_forward_writes_is_as_it_was(kind):
+    make, write, read = WRITES[kind]
+    held = make()
+    before = read(held)
+    made, found = plan_and_verify(stack(Writing(held, write)))
+    assert made.segments
+    assert found.exact
+    assert read(held) == before
+
+
+def test_a_large_array_that_forward_writes_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("remat.profiler.snapshot.SMALL_BYTES", 1 << 20)
+    held = np.zeros(1 << 18)
+    with pytest.raises(DisturbedError, match="variable 'held'"):
+        plan_and_verify(stack(Writing(held, lambda array, x: np.add(array, 1, out=array))))
+
+
+def test_what_hooks_of_all_modules_count_is_as_it_was():
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, output: seen.append(module))
+    try:
+        profile(stack(), X, loss=square, repeats=0)
+    finally:
+        hook.remove()
+    assert seen == []
+
+
+def test_what_plans_in_another_thread_waits():
+    """Random states and settings are the process's: two that put them back would take each other's for their own."""
+    order = []
+
+    def work():
+        with Guard({"model": stack()}).undisturbed():
+            order.append("in")
+            time.sleep(0.05)
+            order.append("out")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == ["in", "out", "in", "out"]

@@ -282,7 +282,7 @@ class Checkpoints(nn.Module):
         (lambda: nn.Sequential(nn.Embedding(8, 8, sparse=True)), torch.arange(8), "sparse gradients"),
         (lambda: nn.Sequential(nn.Linear(8, 8, device="meta")), X, "is on meta.*name a card"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), X, "not initialised"),
-        (Differentiates, torch.randn(4, 8), "differentiates inside its own forward"),
+        (Differentiates, torch.randn(4, 8), "differentiates before its own backward"),
         (DifferentiatesFunctions, torch.randn(4, 8), r"calls torch\.func\.grad .* cannot be planned"),
         (Checkpoints, torch.randn(4, 8), r"checkpoints itself.*model\.gradient_checkpointing_disable\(\)"),
     ],
@@ -330,6 +330,15 @@ def test_a_second_plan_is_refused_and_the_first_stays_in_force():
     applied.remove()
     applied.remove()
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_model_of_which_a_part_is_planned_is_not_planned_before_that_is_removed():
+    model = opened()
+    whole = nn.Sequential(model)
+    applied = apply(model, Plan(segments=(SEGMENT,)))
+    refused(lambda: plan(whole, X, "1GiB", **LOSS), ApplyError, r"already applied \(module '0'\).*remove\(\)", whole)
+    applied.remove()
+    plan(whole, X, "1GiB", **LOSS)
 
 
 def test_a_plan_of_another_model_is_refused():

@@ -152,9 +152,13 @@ def unplanned(model: nn.Module) -> Iterator[Applied | None]:
     """Take the plan in force on a model off while inside, and put the same one back on leaving.
 
     Yields what `apply` returned, or None where no plan is in force.
+
+    Raises:
+        ApplyError: A plan is in force on a part of the model.
     """
     applied = applied_to(model)
     if applied is None:
+        _refuse_second(model)
         yield None
         return
     applied.remove()
@@ -166,7 +170,9 @@ def unplanned(model: nn.Module) -> Iterator[Applied | None]:
 
 def _refuse_second(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if stand_in_at(module) is not None:
+        placed = stand_in_at(module)
+        # What a copy of a part of a planned model carries only passes on.
+        if placed is not None and placed.planned is not None:
             raise ApplyError(
                 f"a plan is already applied (module {name or '(root)'!r}); call remove() on what apply returned, first"
             )

@@ -19,6 +19,7 @@ from torch._C import _pop_torch_function_stack as _pop_mode
 from torch._C import _push_on_torch_function_stack as _push_mode
 from torch._C._autograd import _make_saved_tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.nn.modules import module as module_file
 from torch.nn.utils import parametrize
@@ -138,6 +139,11 @@ def parametrizations_are_cached() -> bool:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module's __call__ runs what `module.compile()` made, and no CALL_METHOD."""
     return module._compiled_call_impl is not None
+
+
+def differentiated_by_function() -> bool:
+    """Return whether a transform of torch.func is running, or derivatives are computed forward."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def next_node_number() -> int:

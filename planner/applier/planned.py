@@ -67,7 +67,8 @@ class Planned:
             raise ApplyError(
                 "a module was added, removed or replaced after the plan was applied, and replays would run the old "
                 "ones: call remove() before such a change and apply the plan, or a new one, afterwards (to compile "
-                "a part, call part.compile(), which replaces nothing)"
+                "a part, call part.compile(), which replaces nothing; where forward makes modules at its first use, "
+                "run it once before planning)"
             )
         if any(module.gradient_checkpointing is True for module in self._checkpointing):
             raise ApplyError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from operator import attrgetter
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from ...profiler.contexts import own_context
 from ..errors import ApplyError, ReplayStateError
 from .internals import (
     ambient_settings,
     buffers_of,
     checkpoint_debug_is_on,
+    differentiated_by_function,
     in_ddp_forward,
     parametrizations_are_cached,
     set_ambient,
@@ -39,7 +42,7 @@ class Region:
     """
 
     __slots__ = (
-        *("_ambient", "_broadcast", "_counts", "_flags", "_held", "_inputs", "_objects"),
+        *("_ambient", "_broadcast", "_context", "_counts", "_flags", "_held", "_inputs", "_objects"),
         *("_state", "_take", "_watched", "_versions", "outer", "segment", "thread", "threads"),
     )
 
@@ -62,7 +65,7 @@ class Region:
         """Refuse what cannot be replayed, and note what a replay must find as it is now."""
         thread, segment, inputs = self.thread, self.segment, self._inputs
         assert inputs is not None
-        if checkpoint_debug_is_on() or parametrizations_are_cached():
+        if checkpoint_debug_is_on() or parametrizations_are_cached() or differentiated_by_function():
             _refuse_modes(segment)
         if inputs.objects:
             refuse_iterators(inputs.objects, segment.where)
@@ -70,6 +73,7 @@ class Region:
         self._versions = versions_of(inputs.tensors)
         self._flags = list(map(_training, segment.modules))
         self._ambient = ambient_settings()
+        self._context = copy_context()
         self._counts = _NO_COUNTS if thread.counts is None or not segment.inside.begins else thread.counts.copy()
 
     def begun(self) -> None:
@@ -153,10 +157,11 @@ class Region:
             if originals:
                 for (module, name), value in zip(buffers, self._clone(self._held), strict=True):
                     buffers_of(module)[name] = value
-            if self._take is None:
-                self._run_again(*tensors)
-            else:
-                self._take.run(self._run_again, tensors)
+            with own_context(self._context):
+                if self._take is None:
+                    self._run_again(*tensors)
+                else:
+                    self._take.run(self._run_again, tensors)
         finally:
             for module, name, value in originals:
                 buffers_of(module)[name] = value
@@ -251,6 +256,11 @@ class _StoppedError(Exception):
 
 def _refuse_modes(segment: BoundSegment) -> None:
     """Refuse what torch would refuse without a name, or only in backward."""
+    if differentiated_by_function():
+        raise ApplyError(
+            f"segment {segment.where}: transforms of torch.func (grad, vmap, jvp and so on) and forward-mode "
+            "derivatives do not reach into a replay: remove() the plan before them, or call backward() instead"
+        )
     if segment.save is not None and checkpoint_debug_is_on():
         raise ApplyError(
             f"segment {segment.where}: torch's debug mode for checkpoints (set_checkpoint_debug_enabled) does not work "
