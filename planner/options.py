@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from remat.near_names import did_you_mean
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,6 @@ from ..profiler.repeatable_hooks import Repeatable
 from ..profiler.step import Loss
 from .by_name import policy_of, policy_words
 from .errors import PlanError
-from .near_names import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -16,9 +16,10 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
+from remat.near_names import did_you_mean
+
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .near_names import did_you_mean
 from .segments import Call, PlannedSegment, SavedOperator
 
 Entry = str | dict[str, Any]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from remat.near_names import did_you_mean
 from remat.whole_file import write_whole
 
 from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .near_names import did_you_mean
 from .patterns import Entry, Group, grouped, groups_of, kept_places, line_of, read
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 

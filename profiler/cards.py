@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from remat.near_names import did_you_mean
 
 GIB = 2**30
 TERA = 10**12
@@ -58,9 +59,8 @@ def card(name: str) -> Card:
     wanted = str(name).strip().lower().replace("_", "-").replace(" ", "-")
     wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted not in CARDS:
-        close = difflib.get_close_matches(wanted, CARDS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise CardError(f"unknown card {name!r}: {hint}cards known are {', '.join(CARDS)}")
+        question = did_you_mean(wanted, CARDS)
+        raise CardError(f"unknown card {name!r}: {question}{' ' if question else ''}cards known are {', '.join(CARDS)}")
     return CARDS[wanted]
 
 

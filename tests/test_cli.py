@@ -177,7 +177,7 @@ PLAN = ["plan", "factories.py:build", "--budget"]
     [
         (["plan", "nowhere:build", "--budget", "60%"], "there is no module 'nowhere'"),
         (["plan", "factories.py:made", "--budget", "60%"], "made is not there in factories.py"),
-        (["plan", "factories.py:buildd", "--budget", "60%"], "did you mean build?"),
+        (["plan", "factories.py:buildd", "--budget", "60%"], "did you mean 'build'?"),
         (["plan", "factories.py:number", "--budget", "60%"], "number is not callable"),
         (["plan", "factories.py:failing", "--budget", "60%"], "raises KeyError: 'no such checkpoint' (line"),
         (["plan", "factories.py:quitting", "--budget", "60%"], "it raises SystemExit: usage: train.py DATA"),
@@ -216,7 +216,7 @@ TYPED = {
     "plan factories.py:build --budget 0.6": 'write "60%"',
     "plan factories.py:build --budget auto": "is for plan_once and the callbacks",
     "plan factories.py:build --budget 60% --solver x": "unknown solver 'x'",
-    "plan factories.py:build --budget 60% --solver dp_nestd": "did you mean dp_nested?",
+    "plan factories.py:build --budget 60% --solver dp_nestd": "did you mean 'dp_nested'?",
     "plan factories.py:build --budget 60% --headroom 2": "headroom must be a share",
     "plan factories.py:build --budget 60% --out no/p.json": "there is no folder no",
     "plan factories.py:build --budget 60% --device tpu": "Invalid value",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import typer
 
 from ..amounts import AmountError, read_amount
+from ..near_names import did_you_mean
 
 
 def target(spec: str, hint: str | None = "TARGET") -> None:
@@ -56,7 +55,8 @@ def solver(name: str) -> str:
     """Refuse a solver that there is not."""
     known = solver_names()
     if name not in known:
-        raise typer.BadParameter(f"unknown solver {name!r}: {_meant(name, known)}")
+        meant = did_you_mean(name, known) or f"choose one of {', '.join(known)}"
+        raise typer.BadParameter(f"unknown solver {name!r}: {meant}")
     return name
 
 
@@ -111,8 +111,3 @@ def sizes(text: str | None) -> str | None:
     if text is not None and not all(part.strip().isdecimal() and int(part) > 0 for part in text.split(",")):
         raise typer.BadParameter(f"{text!r}: expected batch sizes with commas between, such as 8,16,32")
     return text
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"

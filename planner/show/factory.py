@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import torch
+from remat.near_names import did_you_mean
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -148,8 +148,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         own = ((key, value) for key, value in vars(module).items() if not key.startswith("_"))
         known = [key for key, value in own if callable(value) and getattr(value, "__module__", "") == module.__name__]
         lacks = "is not callable" if found is not None else "is not there"
-        close = get_close_matches(name, known, 1)
-        meant = f"did you mean {close[0]}?" if close else f"it has {_few(known)}"
+        meant = did_you_mean(name, known) or f"it has {_few(known)}"
         raise FactoryError(f"{spec}: {name} {lacks} in {place}; {meant}")
     return found
 
