@@ -15,7 +15,8 @@ from .errors import InfeasibleBudgetError
 from .finding.planning import Planner
 from .finding.writing import cache_words
 from .options import StepKeywords, check_keywords, own_parameters
-from .plan import Plan, percent_range
+from .plan import Plan
+from .plan_words import percent_range
 
 _INTEGERS = ("torch.int64", "torch.int32")
 

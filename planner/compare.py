@@ -18,7 +18,8 @@ from .finding.planning import Planner, check_solver
 from .options import StepKeywords, check_keywords, own_parameters
 from .phases import Phase, as_a_part
 from .pictures.tables import html_table
-from .plan import Plan, percent_range
+from .plan import Plan
+from .plan_words import percent_range
 from .verify import verify
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from remat.near_names import did_you_mean
 from remat.whole_file import write_whole
 
-from .budget import format_bytes
 from .circumstances import Circumstances, Count
 from .errors import PlanFileError
 from .fingerprint import Fingerprint
-from .patterns import Entry, Group, grouped, groups_of, kept_places, line_of, read
+from .patterns import Entry, Group, grouped, groups_of, kept_places, read
+from .plan_words import bytes_words, group_lines, headline, percent_range
 from .segments import STRICT, Call, PlannedSegment, SavedOperator
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class PlannedBatch:
 
     def __str__(self) -> str:
         return (
-            f"with {shape_words(self.tensors)}: peak {_bytes(self.predicted_peak_bytes)} (unplanned "
-            f"{_bytes(self.unplanned_peak_bytes)}), added time {percent_range(self.predicted_overhead, None)}"
+            f"with {shape_words(self.tensors)}: peak {bytes_words(self.predicted_peak_bytes)} (unplanned "
+            f"{bytes_words(self.unplanned_peak_bytes)}), added time {percent_range(self.predicted_overhead, None)}"
         )
 
 
@@ -153,7 +153,7 @@ class Plan:
             facts = getattr(self.fingerprint, kind)
             fingerprint[kind] = {name: fact.to_text() for name, fact in facts.items()}
         version = content.pop("schema_version")
-        ordered = {"schema_version": version, "summary": _headline(self), "segments": segments, **content}
+        ordered = {"schema_version": version, "summary": headline(self), "segments": segments, **content}
         return _laid_out({**ordered, "fingerprint": fingerprint})
 
     @classmethod
@@ -260,9 +260,9 @@ class Plan:
 
     def describe(self) -> str:
         """Return the plan as a few lines of text: promises first, then the segments by pattern."""
-        lines = [_headline(self), *(f"  {entry}" for entry in self.batches)]
+        lines = [headline(self), *(f"  {entry}" for entry in self.batches)]
         for group in self.groups():
-            lines += _group_lines(group.entry, group.segments[0], len(group.segments), 1)
+            lines += group_lines(group.entry, group.segments[0], len(group.segments), 1)
         if self.circumstances.alike:
             lines += [f"  {place}: kept" for place in kept_places(self.segments, self.fingerprint)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -271,7 +271,7 @@ class Plan:
         return self.describe()
 
     def __repr__(self) -> str:
-        return f"<{_headline(self).partition(';')[0]}>"
+        return f"<{headline(self).partition(';')[0]}>"
 
     def _repr_html_(self) -> str:
         """Return the text as HTML, which notebooks show."""
@@ -363,46 +363,3 @@ def _rows(segment: PlannedSegment, number: int, depth: int) -> Iterator[tuple[ob
     yield number, depth, first, last, *counts, segment.early_stop, segment.crosses_operators
     for child in segment.children:
         yield from _rows(child, number, depth + 1)
-
-
-def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else format_bytes(count)
-
-
-def percent_range(share: float | None, around: tuple[float, float] | None, *, unknown: str = "unknown") -> str:
-    """Return a share and its range in per cent: "18.0 % (15.1 to 22.3)"."""
-    if share is None:
-        return unknown
-    spread = "" if around is None or around[0] == around[1] else f" ({100 * around[0]:.1f} to {100 * around[1]:.1f})"
-    return f"{100 * share:.1f} %{spread}"
-
-
-def _headline(plan: Plan) -> str:
-    each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""
-    added, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
-    if plan.measured_overhead is not None:
-        added += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
-    how = [known.card and f"for {known.card}", known.precision, known.output_words, known.sharding_words]
-    return (
-        f"plan: {_count(len(plan.segments), 'segment')}, peak {_bytes(plan.predicted_peak_bytes)}{each} "
-        f"(unplanned {_bytes(plan.unplanned_peak_bytes)}, budget {_bytes(plan.budget_bytes)}), "
-        f"added time {added}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}; {', '.join(filter(None, how))}"
-    )
-
-
-def _count(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
-def _group_lines(entry: Entry, segment: PlannedSegment, count: int, depth: int) -> list[str]:
-    facts = [f"{count} segments"] if count > 1 else []
-    facts += [f"keeps the outputs of {_count(len(segment.save), 'operator')}"] if segment.save else []
-    facts += ["replays to its end"] if not segment.early_stop else []
-    facts += [f"restores {_count(len(segment.restored_buffers), 'buffer')}"] if segment.restored_buffers else []
-    facts += ["with what the container computes between them"] if segment.crosses_operators else []
-    lines = ["  " * depth + line_of(entry) + (f"  ({', '.join(facts)})" if facts else "")]
-    inside: list[Entry] = [] if isinstance(entry, str) else entry.get("inside", [])
-    for child, nested in zip(inside, segment.children, strict=True):
-        lines += _group_lines(child, nested, 1, depth + 1)
-    return lines

@@ -25,7 +25,8 @@ from .errors import PlanMismatchError
 from .finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 from .finding.writing import batch_tensors
 from .pictures.tables import html_table
-from .plan import Plan, percent_range
+from .plan import Plan
+from .plan_words import percent_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,8 @@ import torch
 from remat.planner import plan, verify
 from remat.planner.compare import table_cells
 from remat.planner.finding.times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
-from remat.planner.plan import Plan, percent_range
+from remat.planner.plan import Plan
+from remat.planner.plan_words import percent_range
 from remat.profiler import Profile, profile
 from remat.profiler.devices import device_of
 from remat.profiler.step import Step

@@ -17,7 +17,8 @@ from ..differences import Differences, field_words
 from ..patterns import Entry, line_of
 from ..pictures.stages import memory_by_module
 from ..pictures.timeline import Timeline, memory_parts
-from ..plan import Plan, PlannedSegment, percent_range
+from ..plan import Plan, PlannedSegment
+from ..plan_words import percent_range
 
 _COLUMNS, _BLOCKS = 64, " ▁▂▃▄▅▆▇█"
 

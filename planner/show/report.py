@@ -22,7 +22,8 @@ from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
 from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
 from ..pictures.timeline import memory_parts
-from ..plan import Plan, percent_range
+from ..plan import Plan
+from ..plan_words import percent_range
 from ..verify import Verification, verify
 from .factory import Subject
 from .machine import machine_words, versions
