@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -55,6 +56,10 @@ def _check_findings(record: StepRecord, runs: Sequence[Run]) -> None:
     for call in record.calls:
         if any(f"{call.module}.".startswith(blocks) or finding.startswith("draws from") for finding in call.findings):
             raise NotAlikeError("a block changes something besides its output, or layers may be dropped at random")
+
+
+_REFERENCES = ("call", "forward_of", "reads", "produces", "writes")
+"""By which an operator refers to others, to storages and to calls."""
 
 
 class _Operator(NamedTuple):
@@ -135,12 +140,7 @@ class _Step(NamedTuple):
                     users[storage].append(number)
         return replace(
             short,
-            operators=tuple(
-                replace(
-                    o.what, call=o.call, forward_of=o.forward_of, reads=o.reads, produces=o.produces, writes=o.writes
-                )
-                for o in self.operators
-            ),
+            operators=tuple(map(_Maker(), self.operators)),
             calls=tuple(self.calls),
             storages=tuple(
                 replace(
@@ -167,6 +167,27 @@ class _Place(NamedTuple):
     sweep: int
     block: int
     offset: int
+
+
+class _Maker:
+    """Make operators of pieces; what many have in common is taken apart once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Callable[..., Operator]] = {}
+
+    def __call__(self, piece: _Operator) -> Operator:
+        what = piece.what
+        make = self._known.get(id(what))
+        if make is None:
+            alike = {field.name: getattr(what, field.name) for field in fields(what) if field.name not in _REFERENCES}
+            make = self._known[id(what)] = partial(Operator, **alike)
+        return make(
+            call=piece.call,
+            forward_of=piece.forward_of,
+            reads=piece.reads,
+            produces=piece.produces,
+            writes=piece.writes,
+        )
 
 
 _Target = int | tuple[list[int], int, int]

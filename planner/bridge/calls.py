@@ -32,14 +32,14 @@ class CallIndex:
     def members(self, first: int, end: int) -> list[int]:
         """Return the largest calls inside the operators [first, end), in order."""
         members: list[int] = []
-        position = first
-        for index in self._nonempty[bisect_left(self._starts, first) :]:
-            call = self.calls[index]
-            if call.start >= end:
-                break
-            if call.start >= position and call.stop <= end:
-                members.append(index)
-                position = call.stop
+        place = bisect_left(self._starts, first)
+        while place < len(self._starts) and self._starts[place] < end:
+            stop = self.calls[self._nonempty[place]].stop
+            if stop <= end:
+                members.append(self._nonempty[place])
+                place = bisect_left(self._starts, stop, lo=place)
+            else:
+                place += 1
         return members
 
     def between(self, members: list[int], first: int, end: int) -> bool:

@@ -40,6 +40,7 @@ CHECKS = 12
 """Most times to plan again without the segments whose replay computed something else."""
 
 
+@collected()
 def plan(
     model: nn.Module,
     batch: object = None,
