@@ -17,11 +17,11 @@ from pathlib import Path
 from models import NAMES, build
 from plan_quality import trial_step
 from remat.planner.bridge.bridge import Bridge
-from remat.planner.bridge.candidates import HostCosts
+from remat.planner.bridge.host_costs import HostCosts, HostCostsByCache
 from remat.profiler import Profile, profile
 from remat.solvers import SOLVERS, BudgetTooSmallError, Problem, Solution
 
-HOST = HostCosts(250_000, 15_000)
+HOST = HostCosts(region_ns=250_000, selective_ns=15_000)
 """What the host pays for a region and for an operator in a selective one, in nanoseconds: the same on every machine."""
 BUDGETS = (80, 60, 40, 0)
 """Budgets in per cent of the unplanned peak; 0 asks for the least peak."""
@@ -42,7 +42,10 @@ def record(folder: Path, names: list[str], scale: float) -> None:
 def recorded_problems(folder: Path, save_sets: bool) -> dict[str, tuple[Bridge, Profile]]:
     """Return the bridge and the profile of each recorded step."""
     profiles = {path.stem: Profile.load(path) for path in sorted(folder.glob("*.json"))}
-    return {name: (Bridge(found, HOST, save_sets=save_sets), found) for name, found in profiles.items()}
+    return {
+        name: (Bridge(found, HostCostsByCache(warm=HOST, cold=HOST), save_sets=save_sets), found)
+        for name, found in profiles.items()
+    }
 
 
 def plans(folder: Path, solvers: list[str], time_limit_s: float) -> dict[str, dict]:

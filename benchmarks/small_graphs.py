@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from remat.planner.bridge.bridge import Bridge
-from remat.planner.bridge.candidates import HostCosts
+from remat.planner.bridge.host_costs import HostCostsByCache
 from remat.profiler import Profile
 from remat.profiler.records import StageSpan
 from remat.profiler.step_record import Operator as Call
@@ -161,7 +161,7 @@ def at_module_calls(problem: Problem, profile: Profile, most_nodes: int) -> Prob
         StageSpan(name="", call=-1, is_call=False, start=start, stop=stop)
         for start, stop in pairwise(_bounds(profile, most_nodes))
     )
-    bridge = Bridge(replace(profile, stages=spans), HostCosts(0, 0))
+    bridge = Bridge(replace(profile, stages=spans), HostCostsByCache())
     offered = {(candidate.start, candidate.stop) for candidate in bridge.candidates}
     return replace(problem, candidates=tuple(c for c in problem.candidates if (c.start, c.stop) in offered))
 

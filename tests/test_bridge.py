@@ -6,13 +6,13 @@ import pytest
 import torch
 from remat.planner import plan
 from remat.planner.bridge.bridge import Bridge
-from remat.planner.bridge.candidates import HostCosts
+from remat.planner.bridge.host_costs import HostCosts, HostCostsByCache
 from remat.planner.bridge.hazards import Refusal, RefusedCalls
 from remat.profiler import profile
 from remat.solvers import SOLVERS, BudgetTooSmallError, Candidate, Segment, simulate
 from torch import nn
 
-HOST = HostCosts(1000, 10)
+HOST = HostCosts(region_ns=1000, selective_ns=10)
 
 
 class Shift(nn.Module):
@@ -27,7 +27,7 @@ def mean_square(output):
 
 
 def bridge_of(model, batch, **options):
-    return Bridge(profile(model, batch, loss=mean_square, repeats=0), HOST, **options)
+    return Bridge(profile(model, batch, loss=mean_square, repeats=0), HostCostsByCache(warm=HOST, cold=HOST), **options)
 
 
 def costly():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, PlanError, Planner, plan, verify
-from remat.planner.bridge.candidates import HostCosts
+from remat.planner.bridge.host_costs import HostCostsByCache
 from remat.profiler import profile
 from remat.profiler.allocator import allocated_peak_bytes
 from remat.profiler.step import Step
@@ -43,7 +43,7 @@ def cross_entropy(logits):
 @pytest.fixture(autouse=True)
 def _the_same_times_everywhere(monkeypatch):
     # With `repeats=0` times are taken from the bytes that operators move.
-    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: HostCosts(0, 0))
+    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: HostCostsByCache())
 
 
 @pytest.mark.parametrize("holds_output", [True, False])

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from remat.planner import InfeasibleBudgetError, plan
 from remat.planner.bridge.bridge import Bridge
-from remat.planner.bridge.candidates import HostCosts
+from remat.planner.bridge.host_costs import HostCosts, HostCostsByCache
 from remat.profiler import profile
 from remat.solvers import SOLVERS, BudgetTooSmallError, Problem, Solution
 
@@ -32,7 +32,9 @@ def recorded(name: str) -> Problem:
         replace(operator, forward_ns=operator.forward_ns * (20 if operator.operator.startswith(DEAR) else 1))
         for operator in found.operators
     )
-    return Bridge(replace(found, operators=operators), HostCosts(250_000, 15_000)).problem(found.peak_bytes())
+    host = HostCosts(region_ns=250_000, selective_ns=15_000)
+    bridge = Bridge(replace(found, operators=operators), HostCostsByCache(warm=host, cold=host))
+    return bridge.problem(found.peak_bytes())
 
 
 def without_save_sets(problem: Problem) -> Problem:

@@ -11,8 +11,9 @@ from ...profiler.records import Profile
 from ...solvers.problem import Candidate, Operator, Problem, Segment
 from ..plan import PlannedSegment
 from .calls import CallIndex
-from .candidates import HostCosts, Replays, candidates_of
+from .candidates import Replays, candidates_of
 from .hazards import Hazards, Refusal, RefusedCalls
+from .host_costs import HostCostsByCache, HostTimes
 from .kinds import kinds_in
 from .memory import StageTimes, stages_of, tensors_of
 from .named import NamedSegments
@@ -51,7 +52,7 @@ class Bridge:
     def __init__(
         self,
         profile: Profile,
-        host: HostCosts,
+        host: HostCostsByCache,
         *,
         cross_operators: bool = True,
         save_sets: bool = True,
@@ -96,7 +97,7 @@ class Bridge:
             self.tensors,
             self.operators,
             kept,
-            host,
+            HostTimes(profile, host),
             cross_operators=cross_operators,
             named=named,
         )

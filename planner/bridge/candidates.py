@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +14,7 @@ from ...solvers.problem import Candidate, Operator, Tensor
 from ..errors import PlanError
 from .calls import CallIndex
 from .hazards import Hazards
+from .host_costs import HostTimes
 from .memory import StageTimes
 from .named import NamedSegments
 
@@ -25,14 +25,6 @@ MOST_INTERVALS = 1200
 """The widest window with which at most so many intervals are offered is taken: see `_Candidates._narrowness`."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostCosts:
-    """Hold host costs in nanoseconds: per segment and step, and per operator of a segment with a save set and step."""
-
-    region_ns: int
-    selective_operator_ns: int
-
-
 def candidates_of(
     profile: Profile,
     stages: StageTimes,
@@ -41,7 +33,7 @@ def candidates_of(
     tensors: tuple[Tensor, ...],
     operators: tuple[Operator, ...],
     savable: list[int],
-    host: HostCosts,
+    host: HostTimes,
     *,
     cross_operators: bool,
     named: NamedSegments | None = None,
@@ -91,7 +83,7 @@ class _Candidates:
         tensors: tuple[Tensor, ...],
         operators: tuple[Operator, ...],
         savable: list[int],
-        host: HostCosts,
+        host: HostTimes,
         cross_operators: bool,
     ) -> None:
         self.profile = profile
@@ -179,8 +171,8 @@ class _Candidates:
             start=start,
             stop=stop,
             block=is_block,
-            replay_ns=replayed_ns + self.host.region_ns,
-            selective_ns=self.host.selective_operator_ns * (end - first),
+            replay_ns=replayed_ns + self.host.replay_ns(first, replay_stop),
+            selective_ns=self.host.selective_ns(first, end),
             operators=tuple(
                 index
                 for stage in range(start, stop)

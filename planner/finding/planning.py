@@ -15,7 +15,7 @@ from ...profiler.step import BatchError, Step
 from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
-from ..bridge.candidates import HostCosts
+from ..bridge.host_costs import HostCostsByCache
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..bridge.scope import Scope
 from ..budget import BudgetError, check_share, parse_budget
@@ -232,7 +232,7 @@ class Planner:
         bridge = Bridge(
             recorded,
             # What a host pays that is not here hides behind its card's work, as far as is known.
-            HostCosts(0, 0) if session.card is not None else host_costs(session.device),
+            HostCostsByCache() if session.card is not None else host_costs(session.device),
             cross_operators=options.cross_operators,
             save_sets=options.save_sets,
             units=paths,
