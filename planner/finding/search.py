@@ -67,27 +67,34 @@ class _Aim:
 
     Attributes:
         target_bytes: The budget to solve for.
-        ceiling_bytes: A budget at which the dry run went over the limit; None where none has.
+        floor_bytes: The largest budget at which the dry run fitted; None where none has.
+        ceiling_bytes: The smallest at which it went over the limit; None where none has.
     """
 
     target_bytes: int
+    floor_bytes: int | None = None
     ceiling_bytes: int | None = None
 
     def next(self, draft: Draft, limit: int) -> _Aim | None:
         """Return what to ask for after a draft; None where nothing better is to be expected."""
-        told = draft.solution.peak_bytes
-        if draft.peak_bytes > limit:
-            if draft.is_least:
-                return None
-            # Below this plan's own simulated peak, or a solver may well answer with the same plan again.
-            ceiling = told if self.ceiling_bytes is None else min(self.ceiling_bytes, told)
-            return _Aim(target_bytes=told - max(draft.peak_bytes - limit, 1), ceiling_bytes=ceiling)
-        raised = self.target_bytes + told + draft.dry_run.beside_bytes - draft.peak_bytes
-        if self.ceiling_bytes is not None:
-            raised = min(raised, (self.target_bytes + self.ceiling_bytes) // 2)
-        if draft.is_least or draft.solution.added_ns == 0 or raised <= self.target_bytes + CLOSE * limit:
+        told, floor, ceiling = draft.solution.peak_bytes, self.floor_bytes, self.ceiling_bytes
+        fits = draft.peak_bytes <= limit
+        if draft.solution.added_ns == 0 if fits else draft.is_least:
             return None
-        return _Aim(target_bytes=raised, ceiling_bytes=self.ceiling_bytes)
+        if fits:
+            reached = told if draft.is_least else self.target_bytes
+            floor = reached if floor is None else max(floor, reached)
+        else:
+            # Below this plan's own simulated peak, or a solver may well answer with the same plan again.
+            ceiling = told if ceiling is None else min(ceiling, told)
+        # As if the next plan were foreseen as wrongly, and as much reserved beside its tensors.
+        target = told + limit - draft.peak_bytes
+        if floor is not None and ceiling is not None:
+            middle = (floor + ceiling) // 2
+            target = min(target, middle) if fits and target > floor else middle
+        if floor is not None and target <= floor + CLOSE * limit:
+            return None
+        return _Aim(target_bytes=target, floor_bytes=floor, ceiling_bytes=ceiling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +120,17 @@ class Search:
         Raises:
             DryRunFailedError: A step fails under a plan that a solver found.
         """
-        names = (effort.solver, *DRY_RUN_WITH.get(effort.solver, ()))
-        found = [self._best_of(name, limit, effort) for name in names]
+        found = [self._best_of(effort.solver, limit, effort)]
+        for name in DRY_RUN_WITH.get(effort.solver, ()):
+            if found[0].solution.solver != name or self.dry_runs.session.budget_on == "reserved":
+                found.append(self._best_of(name, limit, effort))
         return min(found, key=lambda draft: order(draft, limit))
 
     def _best_of(self, solver: str, limit: int, effort: Effort) -> Draft:
         drafts = list(self._drafts(solver, limit, effort))
         best = min(drafts, key=lambda draft: order(draft, limit))
+        if best.segments and best.solution.added_ns == 0 and self.dry_runs.unplanned_peak_bytes() <= limit:
+            return self.unplanned()
         if best.peak_bytes <= limit:
             return best
         short = "all" if self.bridge.kinds else LEAST_OF_ALL
@@ -130,18 +141,17 @@ class Search:
     def _drafts(self, solver: str, limit: int, effort: Effort) -> Iterator[Draft]:
         """Solve and dry-run for less where the dry run was above the limit, and for more where it was below."""
         aim = _Aim(target_bytes=limit - self.dry_runs.beside_bytes(self.profile))
-        tried: set[tuple[Segment, ...]] = set()
+        tried: dict[tuple[Segment, ...], Draft] = {}
         for number in range(1, ROUNDS + 1):
             words = f"{solver}, round {number} of at most {ROUNDS}: solving for {format_bytes(aim.target_bytes)}"
             effort.say(Bounded(words, limit_in_force(effort.time_limit_s)))
             solution, is_least = self._solve(solver, aim.target_bytes, effort)
-            if solution.segments in tried:
-                return
-            tried.add(solution.segments)
-            segments = f"{solution.count_segments()} segments"
-            effort.say(f"{solver}, round {number} of at most {ROUNDS}: dry run of {segments}")
-            draft = self.draft(solution, is_least=is_least)
-            yield draft
+            draft = tried.get(solution.segments)
+            if draft is None:
+                segments = f"{solution.count_segments()} segments"
+                effort.say(f"{solver}, round {number} of at most {ROUNDS}: dry run of {segments}")
+                draft = tried[solution.segments] = self.draft(solution, is_least=is_least)
+                yield draft
             following = aim.next(draft, limit)
             if following is None:
                 return
