@@ -45,8 +45,9 @@ ALIKE: dict[str, Solver] = {
 """The solvers that treat the blocks of each kind alike (`Problem.kinds`): those two do anyway, and these when asked."""
 
 DRY_RUN_WITH: dict[str, tuple[str, ...]] = {"dp_nested": ("dp",), "auto": ("dp",)}
-"""Solvers whose plans are dry-run beside another's. What is alive inside nested replays is foreseen less well, and what a
-card reserves beside tensors differs from plan to plan: where that costs rounds of solving for less, `dp` may be ahead."""
+"""Solvers whose plans are dry-run beside another's. What is alive inside nested replays is foreseen less well, and
+what a card reserves beside tensors differs from plan to plan: where that costs rounds of solving for less, `dp` may be
+ahead."""
 
 LEAST_OF_ALL = "sqrt"
 """The solver whose plan of least peak is tried where another's does not fit: few and long segments, easily foreseen."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from remat.planner import plan
 from remat.planner.bridge.bridge import Bridge
-from remat.planner.bridge.host_costs import HostCosts, HostCostsByCache
 from remat.planner.bridge.hazards import Refusal, RefusedCalls
+from remat.planner.bridge.host_costs import HostCosts, HostCostsByCache
 from remat.profiler import profile
 from remat.solvers import SOLVERS, BudgetTooSmallError, Candidate, Segment, simulate
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the host pays for segments as they are applied: for each, for each tensor saved in it, for each operator looked at.
+"""What the host pays for a segment as it is applied: for itself, for tensors saved in it, for operators looked at.
 
 The host's code is slower after a large operator, whose operands drove it out of the processor's caches. So each cost
 is held twice, and an operator is counted between the two by the bytes it moves.

@@ -15,8 +15,8 @@ from ...profiler.step import BatchError, Step
 from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
-from ..bridge.host_costs import HostCostsByCache
 from ..bridge.hazards import Refusal, RefusedCalls
+from ..bridge.host_costs import HostCostsByCache
 from ..bridge.scope import Scope
 from ..budget import BudgetError, check_share, parse_budget
 from ..circumstances import autocast_now
