@@ -64,7 +64,7 @@ def time_record(
     names = [operator.operator for operator in record.operators[: record.loss_stop]]
     alike = [[range(record.calls[k].start, record.calls[k].stop) for k in blocks] for blocks in kinds_of(record)]
     if watched is not None and watched.tells_times():
-        return _measured(watched.times(names, alike), place, lacking, ())
+        return _measured(watched.times(names, alike), place, lacking, (), alike=bool(alike))
     notes: list[str] = []
     for trains in (True, False) if not lacking else (False,):
         try:
@@ -77,7 +77,7 @@ def time_record(
             lines = str(error).strip().splitlines() or [type(error).__name__]
             notes.append(f"memory ran out while {'steps' if trains else 'operators'} were timed: {lines[0]}")
             continue
-        return _measured(found, place, lacking, notes)
+        return _measured(found, place, lacking, notes, alike=bool(alike))
     return _estimates(record, "memory ran out while measuring", notes)
 
 
@@ -132,7 +132,7 @@ def _believable(measure: Callable[[], StepTimes]) -> StepTimes:
     return measure() if first.doubts() else first
 
 
-def _measured(found: StepTimes, place: Device, lacking: int, notes: Sequence[str]) -> RecordTimes:
+def _measured(found: StepTimes, place: Device, lacking: int, notes: Sequence[str], *, alike: bool) -> RecordTimes:
     operators_ns, forward_ns = list(found.operators_ns), found.forward.median_ns
     if place.runs_behind:
         operators_ns = with_host(operators_ns, forward_ns)
@@ -154,7 +154,7 @@ def _measured(found: StepTimes, place: Device, lacking: int, notes: Sequence[str
         operators_ns=tuple(operators_ns),
         forward=found.forward,
         step=step,
-        times_from=measured(f"{place.clock_words}, in {where}"),
+        times_from=measured(f"{place.clock_words}, in {where}{', of blocks built alike together' if alike else ''}"),
         step_time_from=step_from,
         notes=tuple(told),
     )

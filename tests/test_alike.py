@@ -205,6 +205,7 @@ def test_blocks_are_alike_by_what_they_run():
 
 def test_operators_that_correspond_take_the_same_time():
     profile = Planner.of(Stages(), torch.randn(256, 16), loss=squares).profile
+    assert "of blocks built alike together" in str(profile.times_from)
     for blocks in kinds_of(profile):
         spans = [range(profile.calls[index].start, profile.calls[index].stop) for index in blocks]
         for same in zip(*spans, strict=True):
