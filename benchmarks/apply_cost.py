@@ -9,7 +9,6 @@ less so, and least the ratio of the two steps of one round, of which the median 
 """
 
 import argparse
-import gc
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -65,9 +64,6 @@ def rows_of(kind: str, blocks: int, rounds: int) -> list[dict[str, object]]:
                 mean_square(model(batch)).backward()
             found[name] = {key: value.grad.clone() for key, value in model.named_parameters()}
             model.zero_grad(set_to_none=True)
-        # What importing left behind need not be looked through again in the middle of a step.
-        gc.collect()
-        gc.freeze()
         times = timed_in_turn(step, arms, rounds, warm=True)
         ours, theirs = times["planned"], times["by hand"]
         rows.append(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from remat.profiler.allocator import collected
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -88,12 +89,14 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
 
+@collected()
 def timed_in_turn(
     step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
 ) -> dict[str, Times]:
     """Time a step under every arm, in turn, after one round that warms up; times by arm.
 
-    The order turns round with every round, so that neither drift nor neighbours favour an arm.
+    The order turns round with every round, so that neither drift nor neighbours favour an arm. What is alive before,
+    a planner's records above all, is left out of garbage collections: a training loop has none of it.
 
     Args:
         step: What to time.
