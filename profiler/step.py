@@ -154,6 +154,14 @@ def carried_loss(output: object) -> Any:
     return output.get("loss") if value is None and isinstance(output, Mapping) else value
 
 
+def raised_in_loss(error: BaseException) -> bool:
+    """Say whether an error comes from inside the user's loss."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code is not Step.loss_of.__code__:
+        step = step.tb_next
+    return step is not None and step.tb_next is not None
+
+
 def _check_model(model: nn.Module) -> None:
     """Check that a model is of a kind that can be recorded and replayed.
 

@@ -72,6 +72,13 @@ def on_meta():
     with torch.device("meta"):
         return build()
 
+def bound(size=256):
+    targets = torch.zeros(size, dtype=torch.long)
+    return *build()[:2], lambda out: nn.functional.cross_entropy(out, targets)
+
+def bound_to_another():
+    return bound(2)
+
 def several():
     return [torch.randn(64, 32), torch.randn(512, 32)]
 
@@ -280,6 +287,12 @@ def test_an_error_of_our_own_has_its_own_exit_code_and_says_where(remat, monkeyp
     assert "Traceback" in remat(*PLAN, "60%", "--repeats", "0", "--verbose")[2]
 
 
+def test_what_a_loss_raises_is_no_error_of_our_own(remat):
+    code, _, err = remat("plan", "factories.py:bound_to_another", "--budget", "60%", "--repeats", "0")
+    assert code == 2, err
+    assert "ValueError is raised by the loss: Expected input batch_size" in err
+
+
 def test_an_interrupt_is_told_and_has_its_own_exit_code(remat):
     assert remat("plan", "factories.py:interrupted", "--budget", "60%") == (130, "", "remat: interrupted\n")
 
@@ -388,6 +401,12 @@ def test_a_plan_for_several_batches_says_what_it_does_with_each(remat):
     assert code == 0, err
     assert "with 0 float32 [64, 32]: peak" in out
     assert "with 0 float32 [512, 32]: peak" in out
+    code, _, err = remat(
+        "plan", "factories.py:bound", "--budget", "90%", "--batches", "factories.py:several", "--repeats", "0"
+    )
+    assert code == 2, err
+    assert "the step fails with batch 1 (0 float32 [64, 32]): the loss raises ValueError: Expected input" in err
+    assert "it must make its targets from the output" in err
     code, _, err = remat(*PLAN, "90%", "--batches", "factories.py:one")
     assert code == 2
     assert "returns a Tensor, not a list of batches" in err

@@ -14,7 +14,7 @@ import typer
 
 from ..amounts import format_bytes
 from . import options as opt
-from .failures import Code, code_of, raised_in_model
+from .failures import Code, code_of, raised_in_subject
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def _running(target: opt.Target, subject: Subject, planned: Mapping[str, str] | 
     """Run the model in the precision asked for, else in the one planned for; say where in it an error arose.
 
     Raises:
-        FactoryError: The model raised; the message names the module.
+        FactoryError: The model or the loss raised; the message names which, and the module.
     """
     from remat.planner.show.factory import FactoryError, autocast
 
@@ -324,12 +324,11 @@ def _running(target: opt.Target, subject: Subject, planned: Mapping[str, str] | 
         with autocast(subject, target.autocast, planned or {}):
             yield
     except Exception as error:
-        where = raised_in_model(error, subject.model) if code_of(error) is Code.INTERNAL else ""
+        where = raised_in_subject(error, subject.model) if code_of(error) is Code.INTERNAL else ""
         if not where:
             raise
         raise FactoryError(
-            f"{target.spec}: the model raises {type(error).__name__} in {where}: {error}; the batch is "
-            f"{subject.batch_words()}"
+            f"{target.spec}: {type(error).__name__} is raised by {where}: {error}; the batch is {subject.batch_words()}"
         ) from error
 
 

@@ -74,8 +74,8 @@ def words_of(error: BaseException, code: Code) -> str:
     return _line(error) if format_message is None else " ".join(format_message().split())
 
 
-def raised_in_model(error: BaseException, model: Any) -> str:
-    """Return the path of the module that an error comes from, with its class; "" where it comes from none of them.
+def raised_in_subject(error: BaseException, model: Any) -> str:
+    """Say what of the user's an error comes from: a module, by path and class, or the loss; "" where from neither.
 
     Args:
         error: What was raised.
@@ -90,7 +90,11 @@ def raised_in_model(error: BaseException, model: Any) -> str:
         elif ".planner.applier." in f".{frame.f_globals.get('__name__', '')}.":
             # What fails under a plan, and did not without one, is not the model's fault.
             return ""
-    return found
+    from remat.profiler.step import raised_in_loss
+
+    if raised_in_loss(error):
+        return "the loss"
+    return f"the model in {found}" if found else ""
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

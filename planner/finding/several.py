@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeGuard
 
+import torch
 from torch import nn
 
-from ...profiler.step import BatchError, Step
+from ...profiler.step import BatchError, Step, raised_in_loss
 from ..applier.apply import unplanned
 from ..bridge.hazards import Refusal, RefusedCalls
 from ..budget import check_share, parse_budget
@@ -106,11 +107,21 @@ class _Several:
     def of(
         cls, model: nn.Module, batches: Sequence[object], effort: Effort, *, check: bool, step: StepKeywords
     ) -> _Several:
-        """Profile the step with each batch."""
+        """Profile the step with each batch.
+
+        Raises:
+            BatchError: The model or the loss fails with one.
+        """
         planners: list[Planner] = []
         for number, batch in enumerate(batches):
             effort.say(f"profiling with batch {number + 1} of {len(batches)}")
-            planners.append(Planner.of(model, batch, progress=effort.say, **step))
+            try:
+                planners.append(Planner.of(model, batch, progress=effort.say, **step))
+            except (BatchError, PlanError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                words = f"batch {number + 1} ({shape_words(batch_tensors(Step.of(model, batch)))})"
+                raise BatchError(f"the step fails with {words}: {_cause_words(error)}") from error
         return cls(planners, effort, check=check)
 
     def unplanned_bytes(self) -> list[int]:
@@ -272,6 +283,18 @@ class _Several:
                 for planner, draft in entries
             ),
         )
+
+
+def _cause_words(error: Exception) -> str:
+    """Say what failed in a user's step, and what to do where that is the loss."""
+    cause = f"{type(error).__name__}: {error}"
+    if not raised_in_loss(error):
+        return f"{cause}. Leave that batch out, or mend the model for it"
+    return (
+        f"the loss raises {cause}. One loss serves all batches, so it cannot have one batch's targets bound: it must "
+        "make its targets from the output (of zeros, say, in the output's shape: a plan does not depend on their "
+        "values), or the batch must hold them and the model take them"
+    )
 
 
 def _checked(model: nn.Module, batches: object, step: StepKeywords) -> Sequence[object]:
