@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
@@ -16,7 +17,7 @@ from .finding.planning import Planner
 from .finding.writing import cache_words
 from .options import StepKeywords, check_keywords, own_parameters
 from .plan import Plan
-from .plan_words import percent_range
+from .plan_words import percent_range, rate_words
 
 _INTEGERS = ("torch.int64", "torch.int32")
 
@@ -54,6 +55,15 @@ class Answer:
         return sum(math.prod(fact.shape) for fact in known)
 
     @property
+    def precision(self) -> str:
+        """Return the dtypes of the parameters, most bytes first, and what autocast or a policy makes of them."""
+        known, held = self.plan.circumstances, Counter[str]()
+        for fact in self.plan.fingerprint.parameters.values() if self.plan.fingerprint else ():
+            held[_short(fact.dtype)] += math.prod(fact.shape)
+        dtypes = " and ".join(dtype for dtype, _ in held.most_common())
+        return ", ".join(filter(None, (f"{dtypes} parameters", known.precision, known.sharding_words)))
+
+    @property
     def counted(self) -> tuple[int, str]:
         """Return how much a rank's batch is, and of what: tokens where it holds ids in two dimensions, else samples."""
         ids = [tensor.shape for tensor in self.plan.batch if tensor.dtype in _INTEGERS and len(tensor.shape) == 2]
@@ -81,22 +91,39 @@ class Answer:
         """Return the time of the planned step, nanoseconds."""
         return round(self.step_ns * (1 + (self.plan.predicted_overhead or 0.0)))
 
+    @property
+    def _kind(self) -> str:
+        if self.plan.circumstances.card:
+            return "All figures are predicted; nothing was run."
+        if self.step_time_from.is_estimate:
+            return "All figures are predicted, times by an estimate."
+        return (
+            "The time of the step without a plan was measured on this machine; peaks, and what the plan adds, are "
+            "predicted."
+        )
+
+    @property
+    def _step_words(self) -> str:
+        """Say where the planned step's time is from."""
+        if self.step_time_from.is_estimate or not self.plan.segments:
+            return str(self.step_time_from)
+        return f"without the plan {self.step_ns / 1e9:.3g} s, {self.step_time_from}; the added time is predicted"
+
     def __str__(self) -> str:
         plan, (count, unit) = self.plan, self.counted
-        run = plan.times_from == "measured"
-        kind = f"the unplanned step's time is {self.step_time_from.source}" if run else "nothing was run"
         each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
         so = f", {self.cache_words}; this is the least peak found so" if self.cache_words else ""
         verdict = "**Yes**" if self.fits else f"**No**{so or ': this is the least peak found'}"
         added = percent_range(plan.predicted_overhead, plan.predicted_overhead_range)
         shapes = ", ".join(f"{tensor.name} {list(tensor.shape)} {_short(tensor.dtype)}" for tensor in plan.batch)
         rows = [
-            ("batch of a rank", f"{shapes}: {count:,} {unit}"),
+            ("batch of a rank" if plan.ranks > 1 else "batch", f"{shapes}: {count:,} {unit}"),
+            ("precision", self.precision),
             ("peak", f"{_bytes(plan.predicted_peak_bytes)} of {format_bytes(self.budget_bytes)}{each}"),
             ("without a plan", _bytes(plan.unplanned_peak_bytes)),
             ("added time", added),
-            ("step", f"{self.planned_step_ns / 1e9:.3g} s of forward and backward ({self.step_time_from})"),
-            ("speed", f"{self.per_second:,.4g} {unit}/s{each}; left out: {self.left_out}"),
+            ("step with the plan", f"{self.planned_step_ns / 1e9:.3g} s of forward and backward ({self._step_words})"),
+            ("speed with the plan", f"{rate_words(self.per_second)} {unit}/s{each}; left out: {self.left_out}"),
             ("what sets the limit", self.peak_words),
             ("solver", f"{plan.solver or 'none'}, {plan.status}"),
         ]
@@ -105,7 +132,7 @@ class Answer:
             [
                 f"# {self.model}, {_count(self.parameters)} parameters, on {self.device}",
                 "",
-                f"Does it fit {format_bytes(self.budget_bytes)}{each}? {verdict}. All figures are predicted; {kind}.",
+                f"Does it fit {format_bytes(self.budget_bytes)}{each}? {verdict}. {self._kind}",
                 "",
                 "| | |",
                 "| --- | --- |",

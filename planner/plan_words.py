@@ -25,6 +25,11 @@ def percent_range(share: float | None, around: tuple[float, float] | None, *, un
     return f"{100 * share:.1f} %{spread}"
 
 
+def rate_words(per_second: float) -> str:
+    """Return what is done in a second in plain digits: "31,190", "576", "4.27"."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def headline(plan: Plan) -> str:
     """Return what a plan promises, and how that is known, in a line."""
     each = f" per rank, {plan.ranks} ranks" if plan.ranks > 1 else ""

@@ -178,10 +178,11 @@ class StepRecord:
         """
         sorted_out: dict[str, list[Storage]] = {category: [] for category in CATEGORIES}
         for storage in self.storages:
-            sorted_out[self._category(storage)].append(storage)
+            sorted_out[self.category_of(storage)].append(storage)
         return {category: alive(held, len(self.operators)) for category, held in sorted_out.items()}
 
-    def _category(self, storage: Storage) -> str:
+    def category_of(self, storage: Storage) -> str:
+        """Return the category that `live_bytes_by_kind` counts a storage in."""
         begin = max(storage.born, 0)
         if storage.kind != "activation" or begin >= len(self.operators):
             return storage.kind

@@ -1,6 +1,7 @@
 """Models that are not there: on meta or fake, planned for a named card without running or allocating anything."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -297,10 +298,15 @@ def test_the_answer_is_a_page_of_predictions(budget, verdict):
     assert f"? {verdict}. All figures are predicted; nothing was run." in page
     assert "2.1 million parameters" in page
     assert "measured" not in page
-    assert f"{found.per_second:,.4g} samples/s; left out: the optimizer's step, launching kernels |" in page
+    assert f"{found.per_second:,.0f} samples/s; left out: the optimizer's step, launching kernels |" in page
+    assert "| precision | bfloat16 parameters, no autocast |" in page
+    assert "| batch | " in page
     assert found.per_second == pytest.approx(1e9 * ROWS / found.planned_step_ns)
     assert "the driver's context" in page
     assert found.peak_words in page
+    assert "% allocated or reserved beside tensors" in found.peak_words
+    shares = [int(share) for share in re.findall(r"(\d+)% ", found.peak_words)]
+    assert sum(shares) == pytest.approx(100, abs=len(shares) / 2)
 
 
 def test_with_several_ranks_the_speed_leaves_collectives_out_by_name():

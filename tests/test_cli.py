@@ -293,6 +293,16 @@ def test_what_a_loss_raises_is_no_error_of_our_own(remat):
     assert "ValueError is raised by the loss: Expected input batch_size" in err
 
 
+def test_a_report_whose_budget_is_not_met_is_written_and_ends_as_infeasible(remat, tmp_path):
+    page = tmp_path / "report.html"
+    code, _, err = remat(
+        "report", "factories.py:build", "--budget", "1KB", "--solver", "dp", "--repeats", "0", "--out", str(page)
+    )
+    assert code == 3, err
+    assert "warning: the budget is not met: no plan of the comparison fits 1000 Bytes" in err
+    assert "The budget is not met" in page.read_text()
+
+
 def test_an_interrupt_is_told_and_has_its_own_exit_code(remat):
     assert remat("plan", "factories.py:interrupted", "--budget", "60%") == (130, "", "remat: interrupted\n")
 

@@ -101,6 +101,7 @@ def test_the_frontier_shows_every_plan_and_its_units():
     figure = peak_against_overhead(comparison)
     axis = figure.axes[0]
     assert "[MiB]" in axis.get_xlabel()
+    assert [line.get_clip_on() for line in axis.lines if line.get_marker() == "*"] == [False]  # whole on the axis
     assert "[%" in axis.get_ylabel()
     drawn = {(round(x, 6), round(y, 6)) for line in axis.lines for x, y in zip(*line.get_data(), strict=True)}
     for row in comparison.feasible().to_dict("records"):
@@ -157,6 +158,9 @@ def test_memory_by_module_counts_every_byte_once():
     saved = sum(s.nbytes for s in profile.storages if s.kind == "activation" and s.saved_by)
     assert table["saved"].sum() == saved
     assert rendered(module_memory(profile)).startswith(b"\x89PNG")
+    whole = memory_by_module(profile, 30)
+    assert {"0 (its own)", "0.up", "0.down"} <= set(whole["module"])  # The container's addition is no part's.
+    assert whole["saved"].sum() == saved
 
 
 def test_the_strip_marks_what_the_plan_recomputes():
@@ -230,6 +234,18 @@ def test_parts_of_the_peak_add_up_to_it():
     assert {name for name, _, _ in parts} <= set(MEMORY)
 
 
+def test_what_the_peak_is_said_to_hold_adds_up_to_it_and_is_counted_as_the_table_counts_it():
+    comparison = small_comparison()
+    for plan in (None, comparison.best("60%")):
+        timeline = comparison.planner.timeline(plan)
+        words = timeline.peak_words.partition(": ")[2].split(", ")
+        shares = {name: int(share[:-1]) for share, name in (entry.split(" ", 1) for entry in words)}
+        assert sum(shares.values()) == pytest.approx(100, abs=len(shares) / 2)
+        for use, _, share in timeline.parts():
+            told = sum(nbytes for name, nbytes in shares.items() if name == use or name.startswith(f"{use} of"))
+            assert told <= 100 * share + len(shares) / 2
+
+
 class Recurrent(nn.Module):
     """What an LSTM's library allocates is seen by the allocator only."""
 
@@ -247,7 +263,7 @@ def test_what_only_the_allocator_saw_is_in_the_picture_as_it_is_in_the_plan():
     planner = Planner.of(model, batch, repeats=1)
     plan = planner.plan("75%", solver="dp")
     timeline = planner.timeline(plan)
-    assert timeline.live["seen by the allocator only"].all()
+    assert timeline.live["allocated or reserved beside tensors"].all()
     assert timeline.peak_bytes == plan.predicted_peak_bytes
     assert timeline.peak_bytes == verify(model, batch, plan, repeats=0).measured_peak_bytes
     assert repr(timeline).endswith(f"peak {format_bytes(timeline.peak_bytes)}>")

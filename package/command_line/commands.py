@@ -258,7 +258,7 @@ def report(
     asked: dict[str, Any] = {"budgets": budget, "solvers": solver, "time_limit_s": time_limit}
     comparison = _compared(terminal, target, subject, step, asked)
     with terminal.progress() as say, _running(target, subject):
-        write_report(
+        refusal = write_report(
             out,
             comparison,
             budget=show_budget,
@@ -268,7 +268,9 @@ def report(
         )
     terminal.result(lambda: {**as_data.of_comparison(comparison), "report": str(out)})
     terminal.wrote(out)
-    return Code.DONE
+    if refusal:
+        terminal.warn(f"the budget is not met: {refusal}")
+    return Code.INFEASIBLE if refusal else Code.DONE
 
 
 def demo(

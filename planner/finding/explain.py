@@ -8,6 +8,7 @@ from collections import defaultdict
 from ...profiler.records import Profile
 from ...profiler.step_record import StepRecord
 from ..budget import format_bytes
+from ..pictures.palette import BESIDE
 
 NOTABLE = 0.01
 """An output is mentioned from this share of the peak on."""
@@ -17,47 +18,75 @@ _WORDS = {
     "buffer": "buffers",
     "batch": "the batch",
     "gradient": "gradients",
+    "optimizer": "optimizer state",
     "communication": "buffers of collectives",
 }
+_OF_MODULES = {
+    "activation": "activations kept for backward of",
+    "recomputed": "recomputed activations of",
+    "temporary": "temporaries of",
+    "unsharded": "gathered parameters of",
+}
+"""What is told by module. Both count as the pictures of memory do, whose words begin the same."""
 
 
 def explain_peak(recording: StepRecord, profile: Profile, peak_bytes: int, *, limit: int = 4) -> str:
-    """Say where the peak of a recorded step is and what is alive there, largest first, as shares of the peak.
+    """Say where the peak of a recorded step is and what is alive there, largest first, as shares that add up to it.
 
     Activations go by the module that made them; modules whose paths differ in numbers only count as one: `h.*.mlp`.
 
     Args:
         recording: A recorded step, planned or not.
         profile: The profile it belongs to.
-        peak_bytes: The step's peak, optimizer included.
-        limit: How many holders to name.
+        peak_bytes: The step's peak, the optimizer and what is reserved beside tensors included.
+        limit: How many holders to name; the others are summed up.
     """
-    live = recording.live_bytes()
-    parts = profile.parts
+    live, parts = recording.live_bytes(), profile.parts
     if parts.optimizer_step_peak >= int(live.max(initial=0)) + parts.optimizer:
-        return (
-            f"optimizer's step: parameters {format_bytes(parts.parameters)}, gradients "
-            f"{format_bytes(parts.gradients)}, optimizer state {format_bytes(parts.optimizer)}"
-        )
-    at = int(live.argmax())
+        place = "optimizer's step"
+        held = {
+            "parameters": parts.parameters,
+            "gradients": parts.gradients,
+            "optimizer state": parts.optimizer,
+            "buffers and the batch": parts.buffers + parts.batch,
+        }
+        held["temporaries"] = max(0, parts.optimizer_step_peak - sum(held.values()))
+    else:
+        at = int(live.argmax())
+        place = f"{'forward' if at < recording.loss_stop else 'backward'} of {_place(recording, at)}"
+        held = _held_at(recording, at)
+        held["optimizer state"] += parts.optimizer
+    held[BESIDE] = max(0, peak_bytes - sum(held.values()))
+    named, rest = _largest(held, limit)
+    if rest > max(held.values()):
+        # Spread over many modules: by what it is alone.
+        summed: dict[str, int] = defaultdict(int)
+        for name, nbytes in held.items():
+            summed[next((words[:-3] for words in _OF_MODULES.values() if name.startswith(words)), name)] += nbytes
+        named, rest = _largest(summed, limit)
+    named += [("other", rest)] if round(100 * rest / max(1, peak_bytes)) else []
+    return f"{place}: {', '.join(f'{nbytes / max(1, peak_bytes):.0%} {name}' for name, nbytes in named)}"
+
+
+def _largest(held: dict[str, int], limit: int) -> tuple[list[tuple[str, int]], int]:
+    """Return the largest holders, and the bytes of all others."""
+    named = [entry for entry in sorted(held.items(), key=lambda entry: -entry[1])[:limit] if entry[1]]
+    return named, sum(held.values()) - sum(nbytes for _, nbytes in named)
+
+
+def _held_at(recording: StepRecord, at: int) -> dict[str, int]:
+    """Return the bytes alive at an operator, by what they are and whose."""
     held: dict[str, int] = defaultdict(int)
-    if parts.optimizer:
-        held["optimizer state"] = parts.optimizer
     for storage in recording.storages:
         if max(storage.born, 0) <= at and (storage.last is None or storage.last >= at):
-            if storage.kind in _WORDS:
-                held[_WORDS[storage.kind]] += storage.nbytes
-            elif storage.kind == "unsharded":
-                held[f"gathered parameters of {_kind(storage.name.rpartition('.')[0])}"] += storage.nbytes
+            category = recording.category_of(storage)
+            if category in _WORDS:
+                held[_WORDS[category]] += storage.nbytes
             else:
-                held[f"activations of {_kind(_place(recording, storage.born))}"] += storage.nbytes
-    scratch = recording.operators[at].scratch_bytes
-    if scratch:
-        held["workspace inside the operator"] = scratch
-    largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
-    phase = "forward" if at < recording.loss_stop else "backward"
-    named = ", ".join(f"{nbytes / peak_bytes:.0%} {name}" for name, nbytes in largest)
-    return f"{phase} of {_place(recording, at)}: {named}"
+                of = storage.name.rpartition(".")[0] if category == "unsharded" else _place(recording, storage.born)
+                held[f"{_OF_MODULES[category]} {_kind(of)}"] += storage.nbytes
+    held["temporaries inside the operator"] += recording.operators[at].scratch_bytes
+    return held
 
 
 def held_output(profile: Profile) -> str:

@@ -397,19 +397,18 @@ class Planner:
         Args:
             plan: A plan of this planner's; None takes the unplanned step.
         """
-        profile = self.profile
+        profile, dry_runs = self.profile, self.search.dry_runs
         if plan is None:
-            beside = self.search.dry_runs.beside_bytes(profile)
-            alive_bytes = int(profile.live_bytes().max(initial=0)) + beside
-            timeline = Timeline.of(profile, profile, alive_bytes=alive_bytes, step_ns=profile.step_ns)
-            return replace(timeline, peak_words=explain_peak(profile, profile, timeline.peak_bytes))
-        run = self.search.dry_runs.of(plan.segments)
-        record, alive_bytes = run.record, run.alive_bytes
-        promised = plan.predicted_peak_bytes or 0
-        if promised > profile.parts.optimizer_step_peak:
-            alive_bytes = max(alive_bytes, promised)
-        step_ns = profile.step_ns * (1 + (plan.predicted_overhead or 0.0))
-        timeline = Timeline.of(record, profile, alive_bytes=alive_bytes, step_ns=step_ns)
+            record, step_ns, beside = profile, float(profile.step_ns), dry_runs.beside_bytes(profile)
+            alive_bytes = int(profile.live_bytes().max(initial=0))
+        else:
+            run = dry_runs.of(plan.segments)
+            record, alive_bytes, beside = run.record, run.alive_bytes, run.beside_bytes
+            promised = (plan.predicted_peak_bytes or 0) - beside
+            if promised > profile.parts.optimizer_step_peak:
+                alive_bytes = max(alive_bytes, promised)
+            step_ns = profile.step_ns * (1 + (plan.predicted_overhead or 0.0))
+        timeline = Timeline.of(record, profile, alive_bytes=alive_bytes, beside_bytes=beside, step_ns=step_ns)
         return replace(timeline, peak_words=explain_peak(record, profile, timeline.peak_bytes))
 
     def plot(self, plan: Plan | None = None, *, by: str = "time", title: str = "") -> Figure:

@@ -63,7 +63,9 @@ def peak_against_overhead(comparison: Comparison, *, title: str = "") -> Figure:
         label = "budgets" if number == 0 else None
         axis.axvline(budget / unit, color=PALE, linestyle="--", linewidth=1.0, zorder=1, label=label)
     top = comparison.unplanned_peak_bytes / unit
-    axis.plot(top, 0, marker="*", markersize=13, color=INK, linestyle="none", label="no checkpoints", zorder=5)
+    axis.plot(
+        top, 0, marker="*", markersize=13, color=INK, linestyle="none", label="no checkpoints", zorder=5, clip_on=False
+    )
     axis.set_xlabel(f"peak memory of the step [{name}]")
     axis.set_ylabel("added time [% of the step without checkpoints]")
     axis.margins(0.06)

@@ -182,7 +182,7 @@ def peak_against_overhead(comparison: Comparison) -> go.Figure:
         )
     star = {"symbol": "star", "size": 13}
     top = comparison.unplanned_peak_bytes / unit
-    figure.add_scatter(x=[top], y=[0], mode="markers", marker=star, name="no checkpoints", meta="ink")
+    figure.add_scatter(x=[top], y=[0], mode="markers", marker=star, name="no checkpoints", meta="ink", cliponaxis=False)
     figure.update_xaxes(title_text=f"peak of the step [{name}]")
     figure.update_yaxes(title_text="added time [% of the step]", rangemode="tozero")
     figure.update_layout(height=480)

@@ -34,6 +34,8 @@ class Look:
 
 _KEPT, _RECOMPUTED = "#E69F00", "#D55E00"
 
+BESIDE = "allocated or reserved beside tensors"
+"""What no recorded tensor accounts for: a library's own, and on a card what its allocator reserves in gaps."""
 MEMORY: dict[str, Look] = {
     "parameters": Look(colour="#0072B2"),
     "optimizer state": Look(colour="#CC79A7"),
@@ -43,7 +45,7 @@ MEMORY: dict[str, Look] = {
     "recomputed activations": Look(colour=_RECOMPUTED, hatch="////"),
     "temporaries": Look(colour="#56B4E9"),
     "gathered parameters and collectives": Look(colour="#F0E442", hatch="...."),
-    "seen by the allocator only": Look(colour="#4D4D4D", hatch="\\\\\\\\"),
+    BESIDE: Look(colour="#4D4D4D", hatch="\\\\\\\\"),
 }
 """What memory is used for, in the order in which it is stacked, from below."""
 

@@ -44,7 +44,12 @@ def memory_by_module(profile: Profile, rows: int = 20) -> pd.DataFrame:
         entry = table.setdefault(group, dict(empty))
         for column, nbytes in amounts[path].items():
             entry[column] += nbytes
-    frame = pd.DataFrame([{"module": group, **entry} for group, entry in table.items()], columns=["module", *empty])
+    # A bar of a module whose parts have bars of their own holds what is none of theirs.
+    names = [
+        f"{group} (its own)" if any(other.startswith(f"{group}.") for other in table) else group for group in table
+    ]
+    entries = zip(names, table.values(), strict=True)
+    frame = pd.DataFrame([{"module": name, **entry} for name, entry in entries], columns=["module", *empty])
     frame.insert(3, "optimizer", _shares(profile.parts.optimizer, frame["gradients"].tolist()))
     return frame
 

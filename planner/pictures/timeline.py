@@ -14,7 +14,7 @@ import pandas as pd
 from ...profiler.records import Parts, Profile
 from ...profiler.step_record import IntArray, StepRecord
 from ..budget import format_bytes
-from .palette import MEMORY
+from .palette import BESIDE, MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,9 @@ class Timeline:
     peak_words: str
 
     @staticmethod
-    def of(record: StepRecord, profile: Profile, *, alive_bytes: int, step_ns: float, peak_words: str = "") -> Timeline:
+    def of(
+        record: StepRecord, profile: Profile, *, alive_bytes: int, step_ns: float, beside_bytes: int = 0
+    ) -> Timeline:
         """Sum a recorded step up.
 
         Args:
@@ -65,7 +67,7 @@ class Timeline:
             alive_bytes: The most that is alive in it, by the account of whoever recorded it; what the record does not
                 show is counted as alive throughout.
             step_ns: Time of forward, loss and backward, replays included.
-            peak_words: Where the peak is and what is alive there.
+            beside_bytes: What is reserved beside what is alive, throughout, the optimizer's step included.
         """
         parts, count = profile.parts, len(record.operators)
         by_kind = {**record.live_bytes_by_kind(), "optimizer": np.full(count, parts.optimizer, dtype=np.int64)}
@@ -73,18 +75,18 @@ class Timeline:
         live["temporaries"] = live["temporaries"] + record.scratch_bytes()
         recorded = int(np.sum(list(live.values()), axis=0).max(initial=0))
         unseen = max(0, alive_bytes - recorded)
-        live["seen by the allocator only"] = np.full(count, unseen, dtype=np.int64)
+        live[BESIDE] = np.full(count, unseen + beside_bytes, dtype=np.int64)
         timeline = Timeline(
             live={name: live[name] for name in MEMORY},
             ends_ns=np.cumsum(_times_ns(record, profile, step_ns)),
             modules=tuple(_module_of(record, k) for k in range(count)),
             loss_stop=record.loss_stop,
             backward_stop=count,
-            peak_words=peak_words,
+            peak_words="",
         )
-        return timeline._with_optimizer_step(parts) if parts.optimizer_step_peak and count else timeline
+        return timeline._with_optimizer_step(parts, beside_bytes) if parts.optimizer_step_peak and count else timeline
 
-    def _with_optimizer_step(self, parts: Parts) -> Timeline:
+    def _with_optimizer_step(self, parts: Parts, beside_bytes: int) -> Timeline:
         """Append the optimizer's step: what stays from the last moment, and its temporaries up to its peak."""
         count = self.backward_stop
         width = max(1, count // 40)
@@ -92,8 +94,9 @@ class Timeline:
         after["gradients"] = parts.gradients
         for name in list(_SOURCES)[4:]:
             after[name] = 0
-        after["seen by the allocator only"] = 0
+        after[BESIDE] = 0
         after["temporaries"] = max(0, parts.optimizer_step_peak - sum(after.values()))
+        after[BESIDE] = beside_bytes
         end = float(self.ends_ns[-1])
         return replace(
             self,
@@ -119,6 +122,14 @@ class Timeline:
         """Return what the memory is used for at the peak, in bytes; it adds up to the peak."""
         at = self.peak_at()
         return {name: int(values[at]) for name, values in self.live.items() if values[at]}
+
+    def parts(self) -> list[tuple[str, int, float]]:
+        """Return what the memory is used for at the peak: name, bytes, and share of the peak; they add up to it.
+
+        What is alive at other moments only, such as gradients not yet made, is not in it.
+        """
+        parts, total = self.at_peak(), max(1, self.peak_bytes)
+        return [(name, nbytes, nbytes / total) for name, nbytes in parts.items()]
 
     def phases(self) -> Iterator[tuple[str, int]]:
         """Yield the phases of the step with the first moment of each."""
@@ -160,13 +171,8 @@ def profile_timeline(profile: Profile) -> Timeline:
 
 
 def memory_parts(profile: Profile) -> list[tuple[str, int, float]]:
-    """Return what the unplanned step's memory is used for at its peak: name, bytes, and share of the peak.
-
-    They add up to the peak; what is alive at other moments only, such as gradients not yet made, is not in it.
-    """
-    parts = profile_timeline(profile).at_peak()
-    total = max(1, sum(parts.values()))
-    return [(name, nbytes, nbytes / total) for name, nbytes in parts.items()]
+    """Return `Timeline.parts` of the unplanned step, what a card reserves beside tensors left out."""
+    return profile_timeline(profile).parts()
 
 
 def _times_ns(record: StepRecord, profile: Profile, step_ns: float) -> npt.NDArray[np.float64]:

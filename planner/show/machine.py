@@ -15,7 +15,10 @@ _PACKAGES = ("remat", "torch", "transformers", "numpy", "pulp", "highspy")
 def machine_words() -> str:
     """Return the processor, its cores, the memory and torch's threads in a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_processor()}, {cores} cores{_memory()}, {torch.get_num_threads()} threads for torch; {platform()}"
+    return (
+        f"{_processor()}, {_count(cores, 'core')}{_memory()}, {_count(torch.get_num_threads(), 'thread')} for torch; "
+        f"{platform()}"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -27,6 +30,10 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _count(number: int | None, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _processor() -> str:

@@ -21,7 +21,6 @@ from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
 from ..pictures.interactive import memory_over_time, module_memory, peak_against_overhead, plan_strip
-from ..pictures.timeline import memory_parts
 from ..plan import Plan
 from ..plan_words import percent_range
 from ..verify import Verification, verify
@@ -98,7 +97,7 @@ def report_html(
         header=table_header(),
         rows=_rows(comparison),
         reasons=_reasons(comparison),
-        parts=memory_parts(planner.profile),
+        parts=unplanned.parts(),
         unplanned=unplanned,
         planned=planned,
         figures={name: _as_data(figure) for name, figure in figures.items()},
@@ -124,8 +123,11 @@ def write_report(
     subject: Subject | None = None,
     command: str = "",
     progress: Callable[[str], None] | None = None,
-) -> None:
+) -> str:
     """Write the report to a file, whole or not at all; see `report_html`.
+
+    Returns:
+        Why the plan that is shown misses its budget; "" where it fits.
 
     Args:
         path: The HTML file; an existing one is replaced.
@@ -141,6 +143,7 @@ def write_report(
     """
     page = report_html(comparison, budget=budget, subject=subject, command=command, progress=progress)
     write_whole(Path(path), page)
+    return _chosen(comparison, budget)[1]
 
 
 def _chosen(comparison: Comparison, budget: int | str | None) -> tuple[Plan, str, int]:
