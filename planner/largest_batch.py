@@ -17,6 +17,7 @@ from .finding.planning import Planner, check_solver
 from .options import StepKeywords, StepOptions, check_keywords, own_parameters
 from .pictures.tables import html_table
 from .plan import Plan
+from .plan_words import rate_words
 from .verify import Verification, verify
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class BatchSize:
         predicted_peak_bytes: Peak of the planned step; None where no plan fits.
         predicted_overhead: Added time as a share of the unplanned step's; None where no plan fits.
         samples_per_second: Predicted: size by planned step time; None where no plan fits.
+        samples_per_second_range: The same by the longest and the shortest step that was timed.
         step_ns: Time of the unplanned step, nanoseconds; None where it could not be profiled.
         step_time_from: How `step_ns` was obtained.
         segments: Top-level segments of the plan; 0 where the step fits as it is.
@@ -50,6 +52,7 @@ class BatchSize:
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
     samples_per_second: float | None = None
+    samples_per_second_range: tuple[float, float] | None = None
     step_ns: int | None = None
     step_time_from: str = ""
     segments: int | None = None
@@ -89,6 +92,13 @@ class BatchSearch:
         return self.best.size
 
     @property
+    def no_worse(self) -> list[int]:
+        """Return the other sizes whose ranges reach the chosen one's: which of them is the best is within the noise."""
+        low = (self.best.samples_per_second_range or (_rate(self.best),))[0]
+        others = (entry for entry in self.tried if entry.fits and entry.size != self.size)
+        return [e.size for e in others if (e.samples_per_second_range or (_rate(e),))[-1] >= low]
+
+    @property
     def plan(self) -> Plan:
         """Return the plan for the chosen size."""
         return self.plans[self.size]
@@ -105,7 +115,7 @@ class BatchSearch:
         return throughput_by_batch(self, title=title)
 
     def __repr__(self) -> str:
-        best = f"batches of {self.size} train most, {_rate(self.best):.4g} samples/s predicted"
+        best = f"batches of {self.size} train most, {rate_words(_rate(self.best))} samples/s predicted"
         return f"<BatchSearch under {format_bytes(self.budget_bytes)}: {best}; {len(self.tried)} sizes tried>"
 
     def _repr_html_(self) -> str:
@@ -118,6 +128,9 @@ class BatchSearch:
         rows += [_cells(entry, entry.size == self.size) for entry in self.tried]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.no_worse:
+            sizes = ", ".join(map(str, self.no_worse))
+            lines.append(f"batches of {sizes} may train as many: their ranges reach that of {self.size}")
         if self.best.step_time_from.startswith("estimated"):
             lines.append(f"step times {self.best.step_time_from}")
         return "\n".join(line.rstrip() for line in lines)
@@ -130,6 +143,12 @@ def _rate(entry: BatchSize) -> float:
     return entry.samples_per_second or 0.0
 
 
+def _rate_range(entry: BatchSize) -> str:
+    around = entry.samples_per_second_range
+    spread = "" if around is None or around[0] == around[1] else f" ({' to '.join(map(rate_words, around))})"
+    return f"{rate_words(_rate(entry))}{spread}"
+
+
 def _cells(entry: BatchSize, chosen: bool) -> tuple[str, ...]:
     unplanned = "-" if entry.unplanned_peak_bytes is None else format_bytes(entry.unplanned_peak_bytes)
     if not entry.fits:
@@ -138,7 +157,7 @@ def _cells(entry: BatchSize, chosen: bool) -> tuple[str, ...]:
     peak = format_bytes(entry.predicted_peak_bytes or 0)
     added = f"{entry.predicted_overhead or 0:.1%}"
     mark = "<- chosen" if chosen else ""
-    return (str(entry.size), f"{_rate(entry):.4g}", peak, added, str(entry.segments), unplanned, mark)
+    return (str(entry.size), _rate_range(entry), peak, added, str(entry.segments), unplanned, mark)
 
 
 def largest_batch(
@@ -261,11 +280,16 @@ class _Search:
             return BatchSize(**known, least_peak_bytes=error.least_peak_bytes, note=str(error))
         self.plans[size] = plan
         overhead = plan.predicted_overhead or 0.0
+        median, slowest, fastest = (
+            size / (max(1, step_ns) * 1e-9 * (1 + overhead))
+            for step_ns in (profile.step_ns, profile.step.high_ns, profile.step.low_ns)
+        )
         return BatchSize(
             **known,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             predicted_overhead=overhead,
-            samples_per_second=size / (max(1, profile.step_ns) * 1e-9 * (1 + overhead)),
+            samples_per_second=median,
+            samples_per_second_range=(slowest, fastest),
             segments=len(plan.segments),
         )
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..profiler import BatchError
-from ..profiler.optimizer import optimizer_named
+from ..profiler.optimizer import optimizer_named, unwrapped
 from ..profiler.ranks import Parallelize, Ranks, by_fully_shard
 from ..profiler.repeatable_hooks import Repeatable
 from ..profiler.step import Loss
@@ -129,6 +129,8 @@ class StepOptions:
         optimizer = keywords.get("optimizer")
         if isinstance(optimizer, str):
             optimizer_named(optimizer)
+        elif optimizer is not None:
+            unwrapped(optimizer)  # Refused here where it is a wrapper that is not known, before anything runs.
         patterns = {name: _patterns(name, keywords.get(name, ())) for name in ("exclude", "only")}
         given: dict[str, Any] = {**keywords, **patterns, "units": tuple(units), "repeatable_hooks": kept}
         return cls(**given)

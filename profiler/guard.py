@@ -150,6 +150,13 @@ class Guard:
         named = [(reach.path(tensor), tensor) for tensor in found]
         return tuple((name, tensor) for name, tensor in named if not name.startswith("batch"))
 
+    def buffers_beside(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return, with how they are reached, the tensors besides a model's that are not trained: those of a loss."""
+        reach = self.now.reach
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        named = [(reach.path(t), t) for t in reach.tensors if not t.requires_grad and id(t) not in known]
+        return [(name, tensor) for name, tensor in named if not name.startswith(("model", "batch", "optimizer"))]
+
     def optimizer_bytes(self, left_out: object) -> int:
         """Return the bytes of the state of the optimizers in reach, but for one that is counted otherwise."""
         states = [optimizer.state for optimizer in self.now.reach.optimizers if optimizer is not left_out]

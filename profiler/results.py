@@ -49,7 +49,8 @@ class Results:
     Attributes:
         loss: The loss, under "loss".
         gradients: By parameter name.
-        buffers: By name; and, where hooks step parameters in backward, what those then are.
+        buffers: By name, the loss's that a step writes included; and, where hooks step parameters in backward, what
+            those then are.
         random_states: Of torch, the device, Python and numpy.
         peak_bytes: The most bytes allocated at any moment, above parameters, buffers and batch.
         cached_bytes: What the allocator had reserved by then beyond the most that was allocated; 0 on a CPU.
@@ -119,7 +120,8 @@ def run_steps(
         place.release_cached()
         before = place.allocated_bytes()
         peak = allocated_peak_bytes(lambda: ran.append(train()), device)
-        written = [(name, p) for name, p in trained if guard.was_written(p)]
+        beside = [*trained, *guard.buffers_beside(model)]
+        written = [(name, tensor) for name, tensor in beside if guard.was_written(tensor)]
         results = Results(
             loss={"loss": _copy(ran[0])},
             gradients={name: _copy(p.grad) for name, p in trained if p.grad is not None},

@@ -18,6 +18,7 @@ from remat.integrations.first_batch import FirstPlan
 from remat.integrations.kept_plans import KeptPlans
 from remat.integrations.lightning import PlanCallback as LightningPlan
 from remat.integrations.transformers import PlanCallback as TransformersPlan
+from remat.integrations.transformers import returned_loss
 from remat.planner import ApplyError, BudgetError, InfeasibleBudgetError, Plan, PlanError
 from remat.planner.applier.apply import applied_to
 from remat.planner.finding.planning import Planner
@@ -234,9 +235,17 @@ def test_a_trainer_that_plans_do_not_go_with_is_refused_before_it_trains(tmp_pat
         train(tmp_path, TransformersPlan("70%"), **arguments)
 
 
-def test_a_loss_from_outside_the_model_is_asked_for(tmp_path):
-    with pytest.raises(ValueError, match="returns no loss, so the Trainer computes it outside"):
-        train(tmp_path, TransformersPlan("70%", **QUICK), label_smoothing_factor=0.1)
+def test_a_trainer_that_smooths_labels_trains_as_without(tmp_path, planned_times):
+    plain, model = train(tmp_path / "plain", label_smoothing_factor=0.1)
+    planned, planned_model = train(tmp_path / "planned", TransformersPlan("70%", **QUICK), label_smoothing_factor=0.1)
+    assert len(planned_times) == 1
+    assert planned == plain
+    assert same_values(planned_model, model)
+
+
+def test_a_loss_from_outside_the_model_is_asked_for():
+    with pytest.raises(ValueError, match=r"computes it outside \(compute_loss_func\): give PlanCallback a loss="):
+        returned_loss({"logits": torch.ones(2, 3)})
 
 
 def test_a_misspelt_keyword_is_told_when_the_callback_is_made():
@@ -441,16 +450,26 @@ def test_what_planning_does_is_logged_once_and_a_kept_plan_is_named(tmp_path, ca
     with caplog.at_level(logging.INFO, logger="remat"):
         plan_once(model, batch, "80%", **known)
         plan_once(model, batch, "80%", **known).remove()
-        told = [record.getMessage() for record in caplog.records if record.name == "remat"]
+        records = [record for record in caplog.records if record.name == "remat"]
+        told = [record.getMessage() for record in records]
+        assert [record.levelname == "WARNING" for record in records] == [True, *[False] * (len(told) - 2), True]
         caplog.clear()
         plan_once(model, batch, "80%", **known)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert told[0] == f"planning begins: {count:,} parameters, batch float32 [64, 16], budget 80%"
+    assert told[0].startswith("remat: planning at the first batch, which runs some steps")
+    assert told[0].endswith(f": {count:,} parameters, batch float32 [64, 16], budget 80%")
     assert told[1:-1] == [f"planning: {words}" for words in heard] != []
-    assert re.match(r"planned in \d+\.\d s: <plan: \d+ segments?, peak .* added time ", told[-1])
+    assert re.match(r"remat: planned in \d+\.\d s: <plan: \d+ segments?, peak .* added time ", told[-1])
     (kept,) = (record.getMessage() for record in caplog.records if record.name == "remat")
     (file,) = tmp_path.iterdir()
     assert kept.startswith(f"training under a plan that was kept in {file}: <plan: ")
+    file.write_text("{")
+    applied_to(model).remove()
+    caplog.clear()
+    plan_once(model, batch, "80%", **known)
+    assert (
+        caplog.records[0].getMessage().startswith(f"remat: the plan kept in {file} cannot be read, and is made anew: ")
+    )
 
 
 def test_a_callback_says_what_was_asked_and_what_came_of_it(tmp_path):

@@ -75,10 +75,25 @@ def test_the_chosen_size_is_measured_on_request():
 
 def test_the_table_marks_the_chosen_size_and_what_does_not_fit():
     lines = searched().table().splitlines()
-    assert len(lines) == 1 + len(searched().tried)
+    unsure = [line for line in lines if line.endswith(f"their ranges reach that of {searched().size}")]
+    assert len(unsure) == bool(searched().no_worse)
+    assert len(lines) == 1 + len(searched().tried) + len(unsure)
     assert [line.split()[0] for line in lines if line.endswith("<- chosen")] == [str(searched().size)]
     assert [line.split()[0] for line in lines if line.endswith("does not fit")] == ["8192"]
     assert list(searched().to_frame()["size"]) == [64, 512, 1024, 8192]
+
+
+def test_sizes_that_the_noise_does_not_tell_apart_are_named():
+    rates = {1: (90.0, 110.0), 2: (106.0, 118.0), 4: (105.0, 125.0), 8: (40.0, 60.0)}
+    tried = tuple(
+        BatchSize(size=size, samples_per_second=sum(ends) / 2, samples_per_second_range=ends, segments=0)
+        for size, ends in rates.items()
+    )
+    search = BatchSearch(budget_bytes=BUDGET, tried=tried, plans={})
+    assert (search.size, search.no_worse) == (4, [1, 2])
+    lines = search.table().splitlines()
+    assert lines[3].split()[:4] == ["4", "115", "(105", "to"]
+    assert lines[-1] == "batches of 1, 2 may train as many: their ranges reach that of 4"
 
 
 def test_the_curve_has_units_and_the_budget():

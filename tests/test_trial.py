@@ -266,3 +266,40 @@ def test_a_plan_made_and_run_inside_an_autocast_context_is_exact():
         verified = verify(model, batch, found, loss=lambda out: out.square().mean(), repeats=0)
     assert verified.exact
     assert verified.within_budget
+
+
+class OwnLoss(nn.Module):
+    """A loss with a weight, and a buffer that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output):
+        self.calls += 1
+        return output.square().mean() * self.scale
+
+
+def test_verify_compares_the_buffers_of_a_loss_as_it_compares_its_gradients():
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), OwnLoss()
+    found = verify(model, torch.randn(64, 8), Plan(segments=(segment("0"),)), loss=loss, repeats=0)
+    assert found.exact
+    assert (found.gradients.compared, found.buffers.compared) == (5, 1)
+    assert loss.calls == 0
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper of an unknown kind."""
+
+    def __init__(self, base):
+        self.base = base
+
+
+def test_an_unknown_wrapper_of_an_optimizer_is_refused_before_anything_runs():
+    said, model = [], nn.Linear(8, 8)
+    wrapped = Around(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match=r"pass the one inside it \(optimizer=optimizer\.base\)"):
+        plan(model, torch.randn(4, 8), "80%", optimizer=wrapped, progress=said.append)
+    assert said == []

@@ -134,10 +134,19 @@ class FirstPlan:
         return f"budget {self.budget!r}, {'waits for the first batch' if made is None else repr(made).strip('<>')}"
 
     def _plan(self, model: nn.Module, batch: object, limit: int | str, step: StepKeywords) -> Plan:
-        """Plan, and log what is done: it takes a while, and trainers show nothing meanwhile."""
+        """Plan, and log what is done: it takes a while, and trainers show nothing meanwhile.
+
+        Begin and end are logged as warnings, which are seen where nothing is configured.
+        """
         count = sum(parameter.numel() for parameter in model.parameters())
         words = f"{limit} bytes" if isinstance(limit, int) else limit
-        _log.info("planning begins: %s parameters, batch %s, budget %s", f"{count:,}", _shapes(batch), words)
+        _log.warning(
+            "remat: planning at the first batch, which runs some steps and takes from seconds to minutes: "
+            "%s parameters, batch %s, budget %s",
+            f"{count:,}",
+            _shapes(batch),
+            words,
+        )
         began = time.monotonic()
         found = plan(
             model,
@@ -149,7 +158,7 @@ class FirstPlan:
             progress=self._say,
             **step,
         )
-        _log.info("planned in %.1f s: %r", time.monotonic() - began, found)
+        _log.warning("remat: planned in %.1f s: %r", time.monotonic() - began, found)
         return found
 
     def _say(self, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from remat.profiler.devices import device_of
 from torch import nn
 from torch.utils import _pytree as pytree
 
+_log = logging.getLogger("remat")
 _VERSIONS = ("remat", "torch", "transformers", "lightning", "accelerate")
 
 
@@ -38,12 +40,13 @@ class KeptPlans:
         self.path = None if folder is None else folder / f"plan-{_key(asked, model, batch)}.json"
 
     def find(self) -> Plan | None:
-        """Return the plan kept for all of this; None where there is none, or none that this version reads."""
+        """Return the plan kept for all of this; None where there is none, or none that can be read, which is logged."""
         if self.path is None or not self.path.is_file():
             return None
         try:
             return Plan.load(self.path)
-        except PlanFileError:
+        except PlanFileError as error:
+            _log.warning("remat: the plan kept in %s cannot be read, and is made anew: %s", self.path, error)
             return None
 
     def keep(self, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -10,6 +11,8 @@ from remat.planner import Applied, ApplyError, Plan, apply
 from remat.profiler import BatchError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
 from .first_batch import FirstPlan, FirstPlanKeywords
 from .first_call import FirstCall
@@ -55,8 +58,10 @@ class PlanCallback(TrainerCallback):
         assert model is not None
 
         def plan_for(batch: dict[str, Any]) -> None:
+            # The Trainer that smooths labels takes them out of the batch, and its own loss follows the model.
+            smooths = args.label_smoothing_factor > 0 and "labels" not in batch
             known: dict[str, Any] = {
-                "loss": _returned_loss,
+                "loss": _smoothed_loss(args.label_smoothing_factor, model) if smooths else returned_loss,
                 "optimizer": optimizer,
                 "holds_output": False,
                 "accumulation": args.gradient_accumulation_steps > 1,
@@ -123,11 +128,30 @@ def _autocast(args: TrainingArguments) -> torch.autocast:
     return torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
 
 
-def _returned_loss(output: Any) -> torch.Tensor:
-    """Return the loss where the Trainer looks for it."""
+def _smoothed_loss(factor: float, model: nn.Module) -> Callable[[Any], torch.Tensor]:
+    """Return the Trainer's loss with smoothed labels, on labels made from the output: a plan knows no values."""
+    smoother = LabelSmoother(epsilon=factor)
+    shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def smoothed_loss(output: Any) -> torch.Tensor:
+        logits = output["logits"] if isinstance(output, dict) else output[0]
+        labels = torch.ones(logits.shape[:-1], dtype=torch.long, device=logits.device)
+        return smoother(output, labels, shift_labels=shifts)
+
+    return smoothed_loss
+
+
+def returned_loss(output: Any) -> torch.Tensor:
+    """Return the loss where the Trainer looks for it.
+
+    Raises:
+        BatchError: There is none.
+    """
     if isinstance(output, dict) and output.get("loss") is None:
         raise BatchError(
-            "the model returns no loss, so the Trainer computes it outside (label smoothing, compute_loss_func): give "
-            "PlanCallback the same as loss=, a function of the model's output with labels of the batch's shape bound"
+            "the model returns no loss, so the Trainer computes it outside (compute_loss_func): give PlanCallback a "
+            "loss= that makes its labels from the output, as in loss=lambda out: F.cross_entropy("
+            "out.logits.flatten(0, 1), torch.zeros(out.logits.shape[:2].numel(), dtype=torch.long)); a plan does not "
+            "depend on their values"
         )
     return output["loss"] if isinstance(output, dict) else output[0]

@@ -107,12 +107,12 @@ def infeasible(
     reserved = f" ({format_bytes(limit)} after {headroom:.0%} headroom)" if headroom else ""
     holders = explain_peak(least.dry_run.record, planner.profile, least.peak_bytes)
     each = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
-    refused = _refusals(planner)
+    cache = cache_words(planner)
+    refused = _refusals(planner, besides=CHANGES_ARGUMENT if cache else "")
     because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
     alike = less_without(planner.bridge, least, effort)
     remarks = [words for words in (*planner.bridge.scope.notes(), alike, _held_output(planner)) if words]
     because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
-    cache = cache_words(planner)
     found_words = f" {cache}. The smallest peak found so is" if cache else ": the smallest peak found is"
     needed = _budget_for(least.peak_bytes, headroom)
     return InfeasibleBudgetError(
@@ -141,8 +141,8 @@ def cache_words(planner: Planner) -> str:
         return ""
     blocks = f"{len(outermost)} block{'s' if len(outermost) > 1 else ''}"
     return (
-        f"with use_cache on, which keeps {blocks} from being replayed: put use_cache=False into the batch (or set "
-        "model.config.use_cache = False) and plan again"
+        f"with use_cache on, which keeps {blocks} from being replayed: set model.config.use_cache = False (or put "
+        "use_cache=False into the batch) and plan again"
     )
 
 
@@ -204,11 +204,12 @@ def _held_output(planner: Planner) -> str:
     return held_output(planner.profile) if planner.options.holds_output else ""
 
 
-def _refusals(planner: Planner) -> list[str]:
-    """Say which modules no segment holds, grouped by reason."""
+def _refusals(planner: Planner, *, besides: str = "") -> list[str]:
+    """Say which modules no segment holds, grouped by reason; those for one reason may be told already."""
     reasons: dict[str, list[str]] = {}
     for item in planner.bridge.refusals():
-        reasons.setdefault(item.reason, []).append(item.module)
+        if item.reason != besides:
+            reasons.setdefault(item.reason, []).append(item.module)
     return [
         f"{_listed(modules)}, because {'it' if len(modules) == 1 else 'each'} {reason}"
         for reason, modules in reasons.items()
