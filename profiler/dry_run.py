@@ -24,8 +24,9 @@ from .recorder import SMALL_NUMEL, Recorder
 from .scratch import ScratchMeter
 from .shortened import NotAlikeError, Run, left_out
 from .snapshot import DisturbedError
-from .splicing import Shortened, lengthened
+from .splicing import lengthened
 from .step import BatchError, Step, carried_loss
+from .step_pieces import Shortened
 from .step_record import StepRecord
 
 Result = TypeVar("Result")

@@ -20,6 +20,9 @@ from .internals import backward_hooks, forward_hooks, global_forward_hooks, is_i
 
 FIRST, LAST = 3, 2
 """How many blocks are run at a run's beginning and at its end."""
+KEPT = FIRST + LAST
+PATTERN = FIRST - 1
+"""The block that those left out are copied from: the last of those run at the beginning."""
 
 
 class NotAlikeError(Exception):
@@ -68,7 +71,7 @@ def runs_of(model: nn.Module, identical: tuple[tuple[str, ...], ...], role: Role
         if names[0].startswith(inside) or any(_is_hooked(modules[name]) for name in names):
             continue
         for part in _parted(names, role):
-            if len(part) > FIRST + LAST + 1:
+            if len(part) > KEPT + 1:
                 found.append(Run(part))
                 inside = (*inside, *(f"{name}." for name in names))
     return tuple(found)
