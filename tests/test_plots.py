@@ -345,6 +345,9 @@ def test_a_plan_alone_shows_its_peaks_and_what_it_does_to_each_call():
     frame = plan.to_frame()
     assert list(frame["depth"]) == [0, 0, 1]
     assert tuple(frame.loc[0, ["first", "last", "calls", "saved_operators"]]) == ("0.up", "0.act", 2, 1)
+    across = PlannedSegment(members=(Call(module="0.up"), Call(module="0.down")), crosses_operators=True)
+    table = plan_by_call(replace(known, segments=(across,)))
+    assert list(table["segment"][:4]) == [0, 0, 0, -1]  # In one piece, with what lies between its members.
     by_hand = Plan(segments=segments[:1])
     assert list(plan_by_call(by_hand)["module"]) == ["0.up", "0.act"]
     assert rendered(by_hand.plot()).startswith(b"\x89PNG")

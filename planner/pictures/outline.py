@@ -53,10 +53,11 @@ def plan_by_call(plan: Plan) -> pd.DataFrame:
     positions = {call: position for position, call in enumerate(calls)}
     for number, top in enumerate(plan.segments):
         for segment in top.walk():
-            for start in (positions[member] for member in segment.members if member in positions):
-                for inside in range(start, stops[start]):
-                    replays[inside], numbers[inside] = replays[inside] + 1, number
-                    keeps[inside] = keeps[inside] or bool(segment.save)
+            places = [positions[member] for member in segment.members if member in positions]
+            # As `plan_by_stage`: what lies between members is replayed with them.
+            for inside in range(places[0], stops[places[-1]]) if places else ():
+                replays[inside], numbers[inside] = replays[inside] + 1, number
+                keeps[inside] = keeps[inside] or bool(segment.save)
     rows = [
         {
             "module": calls[position].module,

@@ -75,8 +75,9 @@ def _bars(axis: Axes, bars: list[_Bar], ends: Sequence[tuple[float, float]] = ()
         xerr=_reach(bars, ends),
         error_kw={"ecolor": INK, "capsize": 3},
     )
-    axis.bar_label(drawn, [bar.words for bar in bars], padding=3, fontsize=8)
-    axis.margins(x=0.25)
+    for words in axis.bar_label(drawn, [bar.words for bar in bars], padding=6, fontsize=8):
+        words.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"})
+    axis.margins(x=0.4)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)
 
