@@ -32,15 +32,16 @@ def parse_budget(budget: int | str, unplanned_peak_bytes: int) -> int:
         raise BudgetError(str(error)) from None
 
 
-def meant_words(budget_bytes: int, parameter_bytes: int) -> str:
+def meant_words(budget: int | str, parameter_bytes: int) -> str:
     """Say what a small number of bytes may have been meant as: per cent, MiB or GiB; "" where it may be meant.
 
     Args:
-        budget_bytes: The budget.
+        budget: The budget as it was given; one with a unit is meant.
         parameter_bytes: What the model's parameters alone take.
     """
-    if budget_bytes >= min(_LEAST_MEANT, parameter_bytes):
+    if not str(budget).strip().isdecimal() or int(budget) >= min(_LEAST_MEANT, parameter_bytes):
         return ""
+    budget_bytes = int(budget)
     meant = f'"{budget_bytes}%", "{budget_bytes}GiB" or "{budget_bytes}MiB"'
     return f" A number alone is bytes: did you mean {meant if budget_bytes <= 100 else repr(f'{budget_bytes}MiB')}?"
 

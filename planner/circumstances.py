@@ -72,6 +72,11 @@ class Circumstances:
         return "output held" if self.holds_output else "output dropped after the loss"
 
     @property
+    def optimizer_words(self) -> str:
+        """Return in words that no optimizer is counted; "" where one is."""
+        return "" if self.optimizer else "optimizer not counted"
+
+    @property
     def sharding_words(self) -> str:
         """Return in words how ranks share the model, as far as it was said; "" where nothing was."""
         words = [] if self.mp_policy is None else [policy_words(self.mp_policy)]
@@ -80,6 +85,13 @@ class Circumstances:
         if self.parallelize:
             words.append(f"sharded by {self.parallelize}")
         return ", ".join(word for word in words if word)
+
+    def words(self) -> str:
+        """Return the circumstances in words: "no autocast, optimizer not counted, output held"."""
+        card = self.card and f"for {self.card}"
+        return ", ".join(
+            filter(None, [card, self.precision, self.optimizer_words, self.output_words, self.sharding_words])
+        )
 
     @contextmanager
     def as_recorded(self, *, elsewhere: bool) -> Iterator[None]:

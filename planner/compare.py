@@ -253,6 +253,9 @@ def compare(
     alike = planner.options.alike if planner is not None else step.get("alike", False)
     if solvers is None:
         solvers = ("all" if alike else "sqrt", "dp", "ilp")
+    for name, given in (("budgets", budgets), ("solvers", solvers)):
+        if isinstance(given, (str, int)):
+            raise BudgetError(f"{name} takes a list, got {given!r}: pass {name}=[{given!r}]")
     if not budgets or not solvers:
         raise BudgetError("nothing to compare: pass at least one budget and one solver")
     for solver in solvers:
@@ -269,7 +272,7 @@ def compare(
         for done, (solver, budget) in enumerate(asked):
             if progress is not None:
                 progress(Phase(f"{solver} at {budget}", done, len(asked)))
-            run.plan(solver, planner.budget_bytes(budget))
+            run.plan(solver, budget)
     if measure:
         run.measure(model, batch, planner.options.loss)
     return run.comparison()
@@ -289,11 +292,11 @@ class _Run:
         self.plans: dict[tuple[str, int], Plan] = {}
         self.least: dict[str, Plan] = {}
 
-    def plan(self, solver: str, budget_bytes: int) -> None:
-        started = time.perf_counter()
+    def plan(self, solver: str, budget: int | str) -> None:
+        started, budget_bytes = time.perf_counter(), self.planner.budget_bytes(budget)
         row: dict[str, Any] = {"solver": solver, "budget_bytes": budget_bytes}
         try:
-            plan = self.planner.plan(budget_bytes, solver=solver, check=False, **self.options)
+            plan = self.planner.plan(budget, solver=solver, check=False, **self.options)
         except InfeasibleBudgetError as error:
             plan = error.plan
             row |= {"status": "infeasible", "note": str(error), "least_peak_bytes": error.least_peak_bytes}

@@ -42,10 +42,8 @@ class Differences:
 
     def __str__(self) -> str:
         lines = [f"- {line}" for line in self.only_first] + [f"+ {line}" for line in self.only_second]
-        lines += [
-            f"{name}: {field_words(name, first)} -> {field_words(name, second)}"
-            for name, (first, second) in self.fields.items()
-        ]
+        words = {name: pair_words(name, values) for name, values in self.fields.items()}
+        lines += [f"{name}: {first} -> {second}" for name, (first, second) in words.items()]
         return "\n".join(lines) or "no difference"
 
 
@@ -63,21 +61,31 @@ def diff(first: Plan, second: Plan) -> Differences:
     )
 
 
-def field_words(name: str, value: Any) -> str:
-    """Return a field's value for people: bytes with a unit, shares in per cent."""
+def pair_words(name: str, values: tuple[Any, Any]) -> tuple[str, str]:
+    """Return a field's two values for people, with as many digits as it takes to tell them apart."""
+    first, second = (_field_words(name, value) for value in values)
+    if first != second:
+        return first, second
+    first, second = (_field_words(name, value, exact=True) for value in values)
+    return first, second
+
+
+def _field_words(name: str, value: Any, *, exact: bool = False) -> str:
+    """Return a field's value for people: bytes with a unit, shares in per cent; ten digits where exact."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    digits = ".10g" if exact else ".1f"
     if name.endswith("_bytes"):
-        return format_bytes(value)
+        return f"{value:,} bytes" if exact else format_bytes(value)
     if name.endswith("_range"):
-        low, high = (f"{100 * share:.1f}" for share in value)
+        low, high = (f"{100 * share:{digits}}" for share in value)
         return f"{low} %" if low == high else f"{low} to {high} %"
     if name == "notes":
         return "; ".join(value) or "-"
     if name.endswith(("overhead", "gap", "headroom")):
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:{digits}} %"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -91,8 +99,16 @@ def _words(entry: Entry) -> str:
     """Return an entry in a line: its calls, and what else it says."""
     if isinstance(entry, str):
         return entry
-    said = {name: value for name, value in entry.items() if name != "calls"}
-    return f"{line_of(entry)}  {json.dumps(said, ensure_ascii=False)}" if said else line_of(entry)
+    kept, inside, buffers = (entry.get(name, []) for name in ("keeps", "inside", "restores"))
+    said = [
+        f"keeps {', '.join(kept)}" if kept else "",
+        f"inside it {', '.join(map(_words, inside))}" if inside else "",
+        f"restores {', '.join(buffers)}" if buffers else "",
+        "replays to its end" if entry.get("to_its_end") else "",
+        "with what the container computes between them" if entry.get("crosses_operators") else "",
+    ]
+    told = "; ".join(filter(None, said))
+    return f"{line_of(entry)} ({told})" if told else line_of(entry)
 
 
 def _fields(first: Plan, second: Plan) -> dict[str, tuple[Any, Any]]:

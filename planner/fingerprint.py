@@ -70,6 +70,11 @@ class Fingerprint:
         other = Fingerprint.of(model)
         differences = self.differences(other)
         if differences:
+            inside = _wrapped(self, other)
+            if inside:
+                raise PlanMismatchError(
+                    f"the plan was made for the model inside this {other.model_class}: apply it to {inside}"
+                )
             raise PlanMismatchError(
                 f"the plan was made for another model: {'; '.join(differences)}. {_advice(self, other)}"
             )
@@ -118,10 +123,21 @@ def _listed(title: str, names: list[str]) -> str:
     return f"{len(names)} {title}: {', '.join(names[:_SHOWN])}{more}"
 
 
+def _wrapped(planned: Fingerprint, found: Fingerprint) -> str:
+    """Return how to reach the planned model in a wrapper, or a wrapper of wrappers, of it; "" where there is none."""
+    path = ""
+    while True:
+        below = [name for name in found.modules if name.rpartition(".")[0] == path]
+        if len(below) != 1:
+            return ""
+        path = below[0]
+        if found.parameters.keys() == {f"{path}.{name}" for name in planned.parameters}:
+            is_it = found.modules[path] == planned.model_class
+            attributes = all(part.isidentifier() for part in path.split("."))
+            return "" if not is_it else f"model.{path}" if attributes else f"model.get_submodule({path!r})"
+
+
 def _advice(planned: Fingerprint, found: Fingerprint) -> str:
-    for prefix in ("module.", "_orig_mod."):
-        if found.parameters and all(name.startswith(prefix) for name in found.parameters):
-            return f"This model is a wrapper: apply the plan to the module inside it (its attribute {prefix[:-1]})."
     if (
         {name.replace("_orig_mod.", "") for name in found.parameters}
         == planned.parameters.keys()

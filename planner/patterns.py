@@ -110,7 +110,16 @@ def read(entries: Iterable[Entry], fingerprint: Fingerprint | None) -> tuple[Pla
         PlanFileError: One cannot be read, or names nothing; the message says which.
     """
     order = _Order(fingerprint)
-    segments = [segment for entry in entries for segment in _read(entry, order)]
+    segments: list[PlannedSegment] = []
+    lines: dict[Call, str] = {}
+    for entry in entries:
+        found = list(_read(entry, order))
+        line = line_of(entry)
+        for call in (call for segment in found for call in segment.members):
+            if call in lines:
+                raise PlanFileError(f"{lines[call]!r} and {line!r} both hold {call}: take one out, or narrow it")
+            lines[call] = line
+        segments += found
     if order.known:
         segments.sort(key=lambda segment: order.position(segment.members[0]))
     return tuple(segments)

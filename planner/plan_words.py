@@ -21,8 +21,8 @@ def percent_range(share: float | None, around: tuple[float, float] | None, *, un
     """Return a share and its range in per cent: "18.0 % (15.1 to 22.3)"."""
     if share is None:
         return unknown
-    spread = "" if around is None or around[0] == around[1] else f" ({100 * around[0]:.1f} to {100 * around[1]:.1f})"
-    return f"{100 * share:.1f} %{spread}"
+    low, high = ("", "") if around is None else (f"{100 * bound:.1f}" for bound in around)
+    return f"{100 * share:.1f} %" + ("" if low == high else f" ({low} to {high})")
 
 
 def rate_words(per_second: float) -> str:
@@ -36,12 +36,11 @@ def headline(plan: Plan) -> str:
     added, known = percent_range(plan.predicted_overhead, plan.predicted_overhead_range), plan.circumstances
     if plan.measured_overhead is not None:
         added += f", measured {percent_range(plan.measured_overhead, plan.measured_overhead_range)}"
-    how = [known.card and f"for {known.card}", known.precision, known.output_words, known.sharding_words]
     return (
         f"plan: {_count(len(plan.segments), 'segment')}, peak {bytes_words(plan.predicted_peak_bytes)}{each} "
         f"(unplanned {bytes_words(plan.unplanned_peak_bytes)}, budget {bytes_words(plan.budget_bytes)}), "
         f"added time {added}; solver {plan.solver or 'none'} {plan.status}; "
-        f"bytes {plan.bytes_from}, times {plan.times_from}; {', '.join(filter(None, how))}"
+        f"bytes {plan.bytes_from}, times {plan.times_from}; {known.words()}"
     )
 
 

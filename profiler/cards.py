@@ -59,7 +59,8 @@ def card(name: str) -> Card:
     wanted = str(name).strip().lower().replace("_", "-").replace(" ", "-")
     wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted not in CARDS:
-        question = did_you_mean(wanted, CARDS)
+        is_kind = wanted.partition(":")[0] in ("cuda", "gpu", "cpu")
+        question = "for the device that is here leave device= (--card) out;" if is_kind else did_you_mean(wanted, CARDS)
         raise CardError(f"unknown card {name!r}: {question}{' ' if question else ''}cards known are {', '.join(CARDS)}")
     return CARDS[wanted]
 

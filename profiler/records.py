@@ -109,6 +109,10 @@ class Profile(StepRecord):
         """Return the median time of forward, loss and backward, nanoseconds."""
         return self.step.median_ns
 
+    def time_words(self) -> str:
+        """Return the times of the step and its forward in words, and whether they were estimated."""
+        return f"step {self.step.words(self.step_time_from)}, forward {self.forward.words(self.times_from)}"
+
     def live_bytes(self) -> IntArray:
         """Return the bytes alive at each operator's worst moment, optimizer state included; shape (operators,)."""
         return StepRecord.live_bytes(self) + self.parts.optimizer + self.unseen_bytes + self.library_bytes
@@ -127,7 +131,7 @@ class Profile(StepRecord):
         held = ("parameters", parts.parameters), ("gradients", parts.gradients), ("optimizer state", parts.optimizer)
         lines = [
             f"{self.model} on {self.device}: peak {_mib(self.peak_bytes())} in the {self.peak_moment()}; "
-            f"step {self.step}, forward {self.forward}; {len(self.stages)} stages",
+            f"{self.time_words()}; {len(self.stages)} stages",
             ", ".join(f"{name} {_mib(nbytes)}" for name, nbytes in held),
             f"bytes: {self.bytes_from}; times: {self.times_from}; step time: {self.step_time_from}",
         ]

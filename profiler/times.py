@@ -30,8 +30,18 @@ class Spread:
         return self.high_ns <= STEADY * self.low_ns
 
     def __str__(self) -> str:
-        """Return milliseconds: "120.3 ms (118.0 to 131.2)"."""
-        return f"{self.median_ns / 1e6:,.1f} ms ({self.low_ns / 1e6:,.1f} to {self.high_ns / 1e6:,.1f})"
+        """Return milliseconds, or microseconds below one: "120.3 ms (118.0 to 131.2)"; no range of a single value."""
+        return self._words(())
+
+    def words(self, origin: Origin) -> str:
+        """Return the same with the word "estimated" where it was: "56.1 ms (estimated)"."""
+        return self._words(("estimated",) if origin.is_estimate else ())
+
+    def _words(self, remarks: tuple[str, ...]) -> str:
+        unit_ns, unit = (1e3, "µs") if self.median_ns < 1e6 else (1e6, "ms")
+        median, low, high = (f"{ns / unit_ns:,.1f}" for ns in (self.median_ns, self.low_ns, self.high_ns))
+        told = "; ".join((*([] if low == high else [f"{low} to {high}"]), *remarks))
+        return f"{median} {unit}" + (f" ({told})" if told else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

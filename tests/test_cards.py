@@ -12,6 +12,10 @@ def test_a_card_is_found_by_any_spelling_of_its_name(name):
 def test_an_unknown_card_is_refused_with_the_nearest_name_and_all_there_are():
     with pytest.raises(CardError, match=r"unknown card 'h100-80': did you mean 'h100-80gb.*v100-32gb"):
         card("h100-80")
+    with pytest.raises(
+        CardError, match=r"unknown card 'cuda:0': for the device that is here leave device= \(--card\) out"
+    ):
+        card("cuda:0")
 
 
 @pytest.mark.parametrize("name", CARDS)

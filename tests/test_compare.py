@@ -116,6 +116,8 @@ def test_measuring_fills_in_what_the_allocator_saw():
         ({"budgets": ("many",)}, "cannot read the budget 'many'"),
         ({"solvers": ("oracle",)}, "unknown solver 'oracle'"),
         ({"budgets": ()}, "nothing to compare"),
+        ({"budgets": "70%"}, r"budgets takes a list, got '70%': pass budgets=\['70%'\]"),
+        ({"solvers": "dp"}, r"solvers takes a list"),
     ],
 )
 def test_what_cannot_be_compared_is_said_before_any_work(options, words):

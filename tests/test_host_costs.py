@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from remat.planner import plan
 from remat.planner.bridge.host_costs import SWEEP_BYTES, HostCosts, HostCostsByCache, HostTimes
 from remat.planner.finding.host import host_costs
 from remat.profiler import profile
@@ -42,6 +43,14 @@ def test_costs_grow_with_the_bytes_that_operators_move(moved_bytes, region_ns, s
 
 def test_a_replay_that_runs_nothing_costs_its_segment_only():
     assert HostTimes(recorded(SWEEP_BYTES), COSTS).replay_ns(1, 1) == 1000
+
+
+def test_beside_estimated_times_nothing_is_measured_so_that_plans_repeat(monkeypatch):
+    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: pytest.fail("measured"))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    one, other = (plan(model, torch.ones(1024, 8), "80%", solver="dp", repeats=0, check=False) for _ in range(2))
+    assert one == other
+    assert one.predicted_overhead > 0
 
 
 def test_a_device_is_measured_once_and_its_random_state_is_left():

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remat.planner import InfeasibleBudgetError, Plan, PlanError, Planner, plan, verify
-from remat.planner.bridge.host_costs import HostCostsByCache
+from remat.planner import InfeasibleBudgetError, Plan, PlanError, Planner, plan, price, verify
+from remat.planner.budget import format_bytes
 from remat.profiler import profile
 from remat.profiler.allocator import allocated_peak_bytes
 from remat.profiler.step import Step
@@ -40,12 +40,6 @@ def cross_entropy(logits):
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
-@pytest.fixture(autouse=True)
-def _the_same_times_everywhere(monkeypatch):
-    # With `repeats=0` times are taken from the bytes that operators move.
-    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: HostCostsByCache())
-
-
 @pytest.mark.parametrize("holds_output", [True, False])
 def test_the_step_is_recorded_with_its_output_held_or_dropped_as_it_runs(holds_output):
     model, x = build()
@@ -75,11 +69,29 @@ def test_a_plan_for_a_dropped_output_is_dry_run_and_verified_with_it_dropped(tmp
 def test_a_plan_says_what_a_held_output_costs_and_how_to_tell_that_a_loop_drops_it():
     model, x = build()
     made = plan(model, x, "90%", solver="dp", loss=cross_entropy, repeats=0, check=False)
-    assert any("256.0 KiB" in note and "holds_output=False" in note for note in made.notes)
+    told = next(note for note in made.notes if "holds_output=False" in note)
+    assert "the output (256.0 KiB) is counted as held" in told
+    otherwise = Planner.of(model, x, loss=cross_entropy, repeats=0, holds_output=False)
+    lower = made.predicted_peak_bytes - price(model, x, made, planner=otherwise).predicted_peak_bytes
+    assert lower > 0.01 * made.predicted_peak_bytes
+    assert f"the peak is {format_bytes(lower)} lower" in told
     with pytest.raises(InfeasibleBudgetError, match="holds_output=False"):
         plan(model, x, "1KB", solver="dp", loss=cross_entropy, repeats=0, check=False)
     said = plan(model, x, "90%", solver="dp", loss=cross_entropy, repeats=0, check=False, holds_output=False)
     assert not any("holds_output" in note for note in said.notes)
+
+
+def test_nothing_is_said_of_an_output_without_which_the_peak_is_as_high():
+    class Repeats(nn.Module):
+        def forward(self, x):
+            return x * x.detach().repeat(1, 32).mean()
+
+    model = nn.Sequential(nn.Linear(32, 32), Repeats(), nn.Linear(32, 32))
+    planner = Planner.of(model, torch.randn(256, 32), loss=lambda out: out.square().mean(), repeats=0)
+    # The peak is in forward, before there is an output, which has 2 % of it.
+    assert planner.plan("100%", solver="none", check=False).notes == (
+        "smaller batches need no more memory (if the same operators run); times are for these shapes",
+    )
 
 
 def test_a_planner_for_held_outputs_is_not_one_for_dropped_outputs():

@@ -235,9 +235,9 @@ CHANGES = {
     "another module": (lambda: _with_identity(), r"1 changed modules: blocks\.0\.1 is Identity, planned BatchNorm1d"),
     "a compiled wrapper": (
         lambda: torch.compile(Net(), backend="eager"),
-        "wrapper: apply the plan to the module inside it.*_orig_mod",
+        r"inside this OptimizedModule: apply it to model\._orig_mod$",
     ),
-    "a parallel wrapper": (lambda: nn.DataParallel(Net()), r"its attribute module\)"),
+    "a parallel wrapper": (lambda: nn.DataParallel(Net()), r"inside this DataParallel: apply it to model\.module$"),
 }
 
 
@@ -340,6 +340,12 @@ EDITS = {
     "in full": (lambda lines: [{"members": [{"module": "h.3", "index": 0}]}, "h.4"], [segment("h.3"), segment("h.4")]),
     "the root": (lambda lines: ["(root)"], [segment("")]),
 }
+
+
+def test_two_lines_that_hold_the_same_block_are_refused_as_they_are_written():
+    content = json.loads(planned(*RUN).to_json()) | {"segments": ["h.0-3", "h.2"]}
+    with pytest.raises(PlanFileError, match=r"'h\.0-3' and 'h\.2' both hold h\.2: take one out, or narrow it"):
+        Plan.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -285,6 +285,9 @@ def test_a_refusal_asks_what_a_number_below_the_parameters_bytes_was_meant_as(bu
     with pytest.raises(InfeasibleBudgetError, match=rf"A number alone is bytes: did you mean {meant}\?") as refused:
         plan(model, torch.randn(2, 64), budget, repeats=0)
     assert refused.value.least_peak_bytes > budget
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(model, torch.randn(2, 64), "10%", repeats=0)
+    assert "did you mean" not in str(refused.value)
 
 
 def test_a_planner_made_for_something_else_is_refused_and_says_what_would_be_ignored():

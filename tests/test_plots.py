@@ -92,6 +92,7 @@ def test_memory_over_time_shows_both_peaks_and_the_budget_on_the_same_axes(timel
     assert "peak in the" in words
     assert "without checkpoints: peak" in words
     assert "with the plan: peak" in words
+    assert "with the plan: peak" in texts(planned.plot())
     assert all("peak in the" in axis.get_title(loc="left") for axis in (above, below))  # beside the curve, not on it
     assert rendered(figure).startswith(b"\x89PNG")
 

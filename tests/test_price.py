@@ -98,7 +98,8 @@ def test_a_plan_for_a_card_and_ranks_is_priced_for_them_again(of_ranks):
     assert not torch.is_autocast_enabled("cpu")
     shown = str(of_ranks).partition("\n")[0]
     assert shown.endswith(
-        "for h100-80gb, bfloat16 autocast on cuda, output held, computing in bfloat16, reducing in float32, "
+        "for h100-80gb, bfloat16 autocast on cuda, optimizer not counted, output held, computing in bfloat16, "
+        "reducing in float32, "
         "reshard_after_forward=False"
     )
 
@@ -131,7 +132,11 @@ def in_full(*members, save=()) -> PlannedSegment:
     [
         ((in_full("7"),), "7: the step makes no call of 7"),
         ((in_full("0"), in_full("0.act")), "0 and 0.act overlap"),
-        ((in_full("1", save=[("aten.gelu.default", 1)]),), r"keeps aten.gelu.default#1, and runs 1 of them"),
+        ((in_full("1", save=[("aten.gelu.default", 1)]),), r"is to keep aten.gelu.default#1, and runs 1 of them"),
+        (
+            (in_full("1", save=[("aten.mm.default", 0)]),),
+            r"to keep aten.mm.default, which it never runs; it runs aten.addmm.default \(2\), aten.gelu.default \(1\)",
+        ),
         ((in_full("1", save=[("aten.t.default", 0)]),), "the output of aten.t.default#0 cannot be kept"),
         ((replace(in_full("0"), children=(in_full("1.act"),)),), "1.act is not a part of 0"),
     ],
@@ -176,6 +181,11 @@ def test_plans_differ_in_segments_by_pattern_promises_and_circumstances():
     assert found.fields["circumstances.optimizer"] == ("", "adamw")
     assert found.fields["notes"][1] == ["a new note"]
     assert "budget_bytes: " in str(found)
+    a_byte = replace(one, unplanned_peak_bytes=one.unplanned_peak_bytes + 1)
+    peak = one.unplanned_peak_bytes
+    assert str(diff(one, a_byte)) == f"unplanned_peak_bytes: {peak:,} bytes -> {peak + 1:,} bytes"
+    keeping = {"calls": "*: act", "keeps": ["aten.gelu.default"], "to_its_end": True}
+    assert diff(edited(one, keeping), one).only_first == ("*: act (keeps aten.gelu.default; replays to its end)",)
     assert "-> 1.0 MiB" in str(found)
     assert "-> 25.0 %" in str(found)
     assert not diff(one, one)

@@ -16,7 +16,7 @@ from remat.planner.plan_words import percent_range
 from remat.profiler import Profile, profile
 from remat.profiler.devices import device_of
 from remat.profiler.step import Step
-from remat.profiler.times import Spread
+from remat.profiler.times import Spread, estimated
 from remat.profiler.timing import CLEAR_NS, ENOUGH_NS, StepTimes, TimedRuns, Watched, step_times, times_of_runs
 from torch import nn
 
@@ -44,6 +44,9 @@ def test_a_spread_tells_the_shortest_the_median_and_the_longest():
     found = Spread.of([30_000_000, 10_000_000, 20_000_000, 40_000_000])
     assert (found.low_ns, found.median_ns, found.high_ns) == (10_000_000, 20_000_000, 40_000_000)
     assert str(found) == "20.0 ms (10.0 to 40.0)"
+    assert found.words(estimated("by bytes")) == "20.0 ms (10.0 to 40.0; estimated)"
+    assert str(Spread.of([56_100])) == "56.1 µs"
+    assert Spread.of([168_400_000]).words(estimated("by bytes")) == "168.4 ms (estimated)"
     assert not found.is_steady
     assert spread(10, 12, 15).is_steady
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from types import FrameType
 from typing import Any
+
+import remat
 
 
 class Code(IntEnum):
@@ -71,7 +74,23 @@ def words_of(error: BaseException, code: Code) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'file'}: {error.strerror or error}"
     format_message: Any = getattr(error, "format_message", None)
-    return _line(error) if format_message is None else " ".join(format_message().split())
+    if format_message is None:
+        return _line(error)
+    words = " ".join(format_message().split())
+    return f"{words.removesuffix('.')}{_hint(error, words)}" if words else words
+
+
+def _hint(error: Any, words: str) -> str:
+    """Return what continues a usage error: examples of an option that is missing, or what may have been meant."""
+    if words.startswith("Missing option"):
+        _, found, examples = (error.param.help or "").rpartition("Example")
+        return f": such as {examples.lstrip('s: ')}" if found else "."
+    strange = re.fullmatch(r"No such command '([^']+)'\.", words)
+    if strange is None:
+        return "." if words.endswith(".") else ""
+    if strange[1] in remat.__all__:
+        return f": it is there in Python only, remat.{strange[1]}"
+    return f": choose one of {', '.join(error.ctx.command.commands)}"
 
 
 def raised_in_subject(error: BaseException, model: Any) -> str:

@@ -31,6 +31,10 @@ class HostCosts:
     selective_ns: int = 0
 
 
+ASSUMED = HostCosts(region_ns=200_000, saved_ns=20_000, selective_ns=20_000)
+"""What a common core takes, in round numbers, beside estimated times of operators, which are as rough."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCostsByCache:
     """Hold the same costs where caches are warm, and behind operators that move `SWEEP_BYTES` or more."""

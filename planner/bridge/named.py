@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -109,9 +109,14 @@ class NamedSegments:
 
     def _kept(self, saved: SavedOperator, segment: PlannedSegment, first: int, end: int) -> int:
         inside = [k for k in self._runs_of[saved.operator] if first <= k < end]
+        if not inside:
+            raise PlanError(
+                f"{segment}: it is to keep {saved.operator}, which it never runs; it runs {self._runs(first, end)}"
+            )
         if saved.index >= len(inside):
             raise PlanError(
-                f"{segment}: it keeps {saved.operator}#{saved.index}, and runs {len(inside)} of them (from #0)"
+                f"{segment}: it is to keep {saved.operator}#{saved.index}, and runs {len(inside)} of them, counted "
+                "from #0"
             )
         k = inside[saved.index]
         if not may_be_kept(self._recorded, self._recorded.operators[k]):
@@ -120,6 +125,12 @@ class NamedSegments:
                 "random, or is changed in place"
             )
         return k
+
+    def _runs(self, first: int, end: int) -> str:
+        """Name the operators in [first, end) that can be kept, each with how often it runs."""
+        record = self._recorded
+        kept = (o.operator for o in record.operators[first:end] if may_be_kept(record, o))
+        return ", ".join(f"{name} ({count})" for name, count in Counter(kept).items()) or "none that can be kept"
 
 
 def _walk(item: NamedSegment) -> list[NamedSegment]:

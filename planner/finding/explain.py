@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 from ...profiler.records import Profile
-from ...profiler.step_record import StepRecord
+from ...profiler.step_record import StepRecord, alive
 from ..budget import format_bytes
 from ..pictures.palette import BESIDE
 
 NOTABLE = 0.01
-"""An output is mentioned from this share of the peak on."""
+"""An output is mentioned where the peak is lower without it by this share or more."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WORDS = {
     "parameter": "parameters",
@@ -89,18 +90,29 @@ def _held_at(recording: StepRecord, at: int) -> dict[str, int]:
     return held
 
 
-def held_output(profile: Profile) -> str:
-    """Say what the output costs that a loop may not hold; "" where it is next to nothing of the peak."""
-    outliving = sum(
-        storage.nbytes
-        for storage in profile.storages
-        if storage.kind == "activation" and storage.born < profile.loss_stop and storage.last is None
-    )
-    if outliving < NOTABLE * profile.peak_bytes():
+def held_output(record: StepRecord, peak_bytes: int, floor_bytes: int) -> str:
+    """Say what the output costs that a loop may not hold; "" where a peak without it is next to as high.
+
+    Args:
+        record: A recorded step, planned or not.
+        peak_bytes: Its peak, with everything counted.
+        floor_bytes: What the peak is at least, whatever is dropped: that of the optimizer's step.
+    """
+    held = [
+        storage
+        for storage in record.storages
+        if storage.kind == "activation" and storage.born < record.loss_stop and storage.last is None
+    ]
+    # What autograd saved of it stays until the operator of backward that reads it last.
+    dropped = [replace(s, last=max(record.loss_stop - 1, *s.read_by, *s.written_by, s.born)) for s in held]
+    live, count = record.live_bytes(), len(record.operators)
+    lower = int(live.max(initial=0) - (live - alive(held, count) + alive(dropped, count)).max(initial=0))
+    lower = min(lower, peak_bytes - floor_bytes)
+    if lower < NOTABLE * peak_bytes:
         return ""
     return (
-        f"{format_bytes(outliving)}, the model's output above all, are counted as held through backward: a loop that "
-        "drops the output once there is a loss takes less, pass holds_output=False for it"
+        f"the output ({format_bytes(sum(storage.nbytes for storage in held))}) is counted as held: if your loop drops "
+        f"it before backward, the peak is {format_bytes(lower)} lower: holds_output=False (--drops-output)"
     )
 
 

@@ -16,7 +16,7 @@ from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import unplanned
 from ..bridge.bridge import Bridge
 from ..bridge.hazards import Refusal, RefusedCalls
-from ..bridge.host_costs import HostCostsByCache
+from ..bridge.host_costs import ASSUMED, HostCostsByCache
 from ..bridge.scope import Scope
 from ..budget import BudgetError, check_share, parse_budget
 from ..circumstances import autocast_now
@@ -168,6 +168,15 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _host(session: Session, recorded: Profile) -> HostCostsByCache:
+    """Return what segments cost the host: measured where operators were, so that estimates are the same each time."""
+    if session.card is not None:
+        return HostCostsByCache()  # What a host pays hides behind its card's work, as far as is known.
+    if recorded.times_from.is_estimate:
+        return HostCostsByCache(warm=ASSUMED, cold=ASSUMED)
+    return host_costs(session.device)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Planner:
     """Hold one profiled step, from which any number of budgets can be planned.
@@ -231,8 +240,7 @@ class Planner:
             recorded = profile(model, batch, session=session, whole=whole, **known)
         bridge = Bridge(
             recorded,
-            # What a host pays that is not here hides behind its card's work, as far as is known.
-            HostCostsByCache() if session.card is not None else host_costs(session.device),
+            _host(session, recorded),
             cross_operators=options.cross_operators,
             save_sets=options.save_sets,
             units=paths,
@@ -322,7 +330,7 @@ class Planner:
         with unplanned(self.session.step.model), self.session.step.guard.undisturbed():
             found = self.find(limit, effort, check=check)
             if found.draft.peak_bytes > limit:
-                raise infeasible(found, budget_bytes=asked, headroom=headroom, effort=effort)
+                raise infeasible(found, budget=budget, budget_bytes=asked, headroom=headroom, effort=effort)
             if race > 1:
                 found = raced(found, limit, effort, most=race, check=check)
             if self.options.alike:
@@ -400,16 +408,16 @@ class Planner:
         profile, dry_runs = self.profile, self.search.dry_runs
         if plan is None:
             record, step_ns, beside = profile, float(profile.step_ns), dry_runs.beside_bytes(profile)
-            alive_bytes = int(profile.live_bytes().max(initial=0))
+            alive_bytes, name = int(profile.live_bytes().max(initial=0)), "without checkpoints"
         else:
-            run = dry_runs.of(plan.segments)
+            run, name = dry_runs.of(plan.segments), "with the plan"
             record, alive_bytes, beside = run.record, run.alive_bytes, run.beside_bytes
             promised = (plan.predicted_peak_bytes or 0) - beside
             if promised > profile.parts.optimizer_step_peak:
                 alive_bytes = max(alive_bytes, promised)
             step_ns = profile.step_ns * (1 + (plan.predicted_overhead or 0.0))
         timeline = Timeline.of(record, profile, alive_bytes=alive_bytes, beside_bytes=beside, step_ns=step_ns)
-        return replace(timeline, peak_words=explain_peak(record, profile, timeline.peak_bytes))
+        return replace(timeline, peak_words=explain_peak(record, profile, timeline.peak_bytes), name=name)
 
     def plot(self, plan: Plan | None = None, *, by: str = "time", title: str = "") -> Figure:
         """Draw the memory over the step without and with a plan; see `memory_over_time`."""

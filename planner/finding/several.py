@@ -59,7 +59,7 @@ def plan_for_several(
     options: StepKeywords = {"loss": None, **step}
     several = _Several.of(model, _checked(model, batches, options), effort, check=check, step=step)
     asked = parse_budget(budget, max(several.unplanned_bytes()))
-    return several.plan(asked, headroom)
+    return several.plan(budget, asked, headroom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class _Several:
         """Return the unplanned peak with each batch."""
         return [planner.search.dry_runs.unplanned_peak_bytes() for planner in self._planners]
 
-    def plan(self, budget_bytes: int, headroom: float) -> Plan:
+    def plan(self, budget: int | str, budget_bytes: int, headroom: float) -> Plan:
         """Return the plan for a budget.
 
         Raises:
@@ -139,6 +139,7 @@ class _Several:
         if best.peak_bytes > limit:
             raise infeasible(
                 best.found_with_worst(),
+                budget=budget,
                 budget_bytes=budget_bytes,
                 headroom=headroom,
                 effort=self._effort,

@@ -89,13 +89,14 @@ def plan_of(found: Found, *, budget_bytes: int, headroom: float) -> Plan:
 
 
 def infeasible(
-    found: Found, *, budget_bytes: int, headroom: float, effort: Effort, of: str = ""
+    found: Found, *, budget: int | str, budget_bytes: int, headroom: float, effort: Effort, of: str = ""
 ) -> InfeasibleBudgetError:
     """Return the error that says that nothing fits: the least peak, its plan, and what holds it there.
 
     Args:
         found: The plan of least peak.
-        budget_bytes: The budget that was asked for, headroom included.
+        budget: The budget as it was given.
+        budget_bytes: The same in bytes, headroom included.
         headroom: Share of it that was to be kept free.
         effort: How it was searched for.
         of: With which of several batches the peak is reached, "" where there is one.
@@ -111,7 +112,7 @@ def infeasible(
     refused = _refusals(planner, besides=CHANGES_ARGUMENT if cache else "")
     because = f" Not replayable: {'; '.join(refused[:3])}." if refused else ""
     alike = less_without(planner.bridge, least, effort)
-    remarks = [words for words in (*planner.bridge.scope.notes(), alike, _held_output(planner)) if words]
+    remarks = [words for words in (*planner.bridge.scope.notes(), alike, _held_output(found)) if words]
     because += "".join(f" {words[0].upper()}{words[1:]}." for words in remarks)
     found_words = f" {cache}. The smallest peak found so is" if cache else ": the smallest peak found is"
     needed = _budget_for(least.peak_bytes, headroom)
@@ -119,7 +120,7 @@ def infeasible(
         f"no {kind}plan fits {format_bytes(budget_bytes)}{reserved}{each}{found_words} "
         f"{format_bytes(least.peak_bytes)}, {of}at the {holders}.{because} Raise the budget to {format_bytes(needed)} "
         f"({needed} bytes), make the batch smaller, or shorten what holds it (for logits: a chunked loss)."
-        f"{meant_words(budget_bytes, planner.profile.parts.parameters)}",
+        f"{meant_words(budget, planner.profile.parts.parameters)}",
         least_peak_bytes=least.peak_bytes,
         plan=plan,
     )
@@ -177,7 +178,7 @@ def _notes(found: Found) -> tuple[str, ...]:
         if beside
         else "",
         *planner.profile.notes,
-        _held_output(planner),
+        _held_output(found),
         *planner.bridge.scope.notes(),
         draft.solution.note,
         *found.notes,
@@ -192,16 +193,15 @@ def _other_shapes(planner: Planner) -> str:
     if planner.profile.bytes_from != "dry run":
         return ""
     reserved = planner.session.budget_on == "reserved"
-    what = "no more is allocated" if reserved else "the peak is no higher"
-    gaps = "; what a card reserves for shapes that vary may be more" if reserved else ""
-    return (
-        f"with a batch that is larger in no dimension {what}, if the same operators run; the added time is that of "
-        f"these shapes{gaps}"
-    )
+    gaps = ", though a card may reserve more for shapes that vary" if reserved else ""
+    return f"smaller batches need no more memory (if the same operators run){gaps}; times are for these shapes"
 
 
-def _held_output(planner: Planner) -> str:
-    return held_output(planner.profile) if planner.options.holds_output else ""
+def _held_output(found: Found) -> str:
+    draft, planner = found.draft, found.planner
+    if not planner.options.holds_output:
+        return ""
+    return held_output(draft.dry_run.record, draft.peak_bytes, planner.profile.parts.optimizer_step_peak)
 
 
 def _refusals(planner: Planner, *, besides: str = "") -> list[str]:

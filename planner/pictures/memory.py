@@ -37,22 +37,22 @@ def memory_over_time(
         by: What to draw it over: "time" or "operators".
         title: Above everything.
     """
-    steps = [("without checkpoints", unplanned)] + ([("with the plan", planned)] if planned is not None else [])
+    steps = [unplanned] if planned is None else [unplanned, planned]
     figure = Picture(figsize=(9.5, 1.1 + 3.3 * len(steps)), layout="constrained")
     axes: list[Axes] = list(figure.subplots(len(steps), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
-    top = max(budget_bytes or 0, *(timeline.peak_bytes for _, timeline in steps))
+    top = max(budget_bytes or 0, *(timeline.peak_bytes for timeline in steps))
     unit, name = byte_unit(top)
-    used = [use for use in MEMORY if any(timeline.live[use].any() for _, timeline in steps)]
-    for axis, (label, timeline) in zip(axes, steps, strict=True):
+    used = [use for use in MEMORY if any(timeline.live[use].any() for timeline in steps)]
+    for axis, timeline in zip(axes, steps, strict=True):
         _stack(axis, timeline, used, unit, by)
         _name_phases(axis, timeline, by)
-        _say_peak(axis, label, timeline, unit, by)
+        _say_peak(axis, timeline, unit, by)
         axis.set_ylabel(f"memory alive [{name}]")
         if budget_bytes is not None:
             axis.axhline(budget_bytes / unit, color=INK, linestyle="--", linewidth=1.2)
             _note(axis, f"budget {format_bytes(budget_bytes)}", 0, budget_bytes / unit, at_left=True)
     axes[0].set_ylim(0, 1.2 * top / unit)
-    axes[0].set_xlim(0, max(timeline.moments(by)[-1] for _, timeline in steps))
+    axes[0].set_xlim(0, max(timeline.moments(by)[-1] for timeline in steps))
     axes[-1].set_xlabel(AXES[by])
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
@@ -127,14 +127,16 @@ def _name_phases(axis: Axes, timeline: Timeline, by: str) -> None:
         )
 
 
-def _say_peak(axis: Axes, label: str, timeline: Timeline, unit: int, by: str) -> None:
+def _say_peak(axis: Axes, timeline: Timeline, unit: int, by: str) -> None:
     """Mark the peak, and say above the axes where it is and what it is made of."""
     at, height = timeline.moments(by)[timeline.peak_at() :][:2].mean(), timeline.peak_bytes / unit
     axis.plot(at, height, marker="v", color=INK, markersize=6)
     _note(axis, "peak", at, height)
     where = f"peak in the {timeline.peak_words}" if timeline.peak_words else ""
     words = textwrap.fill(where, 130, break_long_words=False, break_on_hyphens=False)
-    axis.set_title(f"{label}: peak {format_bytes(timeline.peak_bytes)}\n{words}".strip(), loc="left", fontsize=9)
+    axis.set_title(
+        f"{timeline.name}: peak {format_bytes(timeline.peak_bytes)}\n{words}".strip(), loc="left", fontsize=9
+    )
 
 
 def _note(axis: Axes, text: str, x: float, y: float, *, at_left: bool = False) -> None:

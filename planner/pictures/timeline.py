@@ -46,6 +46,7 @@ class Timeline:
         loss_stop: Operators of forward and loss.
         backward_stop: Operators of the step; moments after it are the optimizer's.
         peak_words: Where the peak is and what is alive there.
+        name: What to call the step in a picture.
     """
 
     live: Mapping[str, IntArray]
@@ -54,6 +55,7 @@ class Timeline:
     loss_stop: int
     backward_stop: int
     peak_words: str
+    name: str = "without checkpoints"
 
     @staticmethod
     def of(

@@ -13,7 +13,7 @@ from rich.text import Text
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..compare import Comparison, table_cells, table_header
-from ..differences import Differences, field_words
+from ..differences import Differences, pair_words
 from ..patterns import Entry, line_of
 from ..pictures.stages import memory_by_module
 from ..pictures.timeline import Timeline, memory_parts
@@ -46,7 +46,7 @@ def print_parts(console: Console, profile: Profile) -> None:
     of_tensors = " of tensors" if _is_card(profile.device) else ""
     console.print(
         f"{profile.model} on {profile.device}: peak {format_bytes(peak)}{of_tensors}, in the {profile.peak_moment()}; "
-        f"step {profile.step}, forward {profile.forward}",
+        f"{profile.time_words()}",
         markup=False,
     )
     table = table_of("Where the memory is", ("part", "bytes", "of the peak"), numeric=("bytes", "of the peak"))
@@ -82,7 +82,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"{plan.solver} plan ({plan.status}): peak {format_bytes(peak)} instead of {format_bytes(unplanned)} "
         f"({peak / max(1, unplanned):.0%}){reserved}{each}, budget {format_bytes(plan.budget_bytes or 0)}; "
         f"added time {percent_range(plan.predicted_overhead, plan.predicted_overhead_range)} of the step "
-        f"({plan.times_from})",
+        f"({plan.times_from}); {plan.circumstances.words()}",
         markup=False,
     )
     for entry in plan.batches:
@@ -143,9 +143,10 @@ def print_differences(console: Console, found: Differences, names: tuple[str, st
         table.add_row("segments", Text(line), "")
     for line in found.only_second:
         table.add_row("segments", "", Text(line))
-    for field, (first, second) in found.fields.items():
+    for field, values in found.fields.items():
+        first, second = pair_words(field, values)
         words = field.removesuffix("_bytes").replace("overhead", "added time").replace("_", " ")
-        table.add_row(Text(words), Text(field_words(field, first)), Text(field_words(field, second)))
+        table.add_row(Text(words), Text(first), Text(second))
     console.print(table)
 
 
