@@ -64,6 +64,7 @@ class Verification:
         doubt: Why the measured times are not to be relied on, in words; "" where nothing tells.
         planned_step_ns: Median time of forward, loss and backward, planned; None where not measured.
         samples_per_second: The batch's first dimension by the planned step time; None where not measured.
+        missing_loss: Name of the function that the plan was made with as `loss=`, where none was given here; "" else.
     """
 
     exact: bool
@@ -87,6 +88,7 @@ class Verification:
     doubt: str
     planned_step_ns: int | None
     samples_per_second: float | None
+    missing_loss: str = ""
 
     @property
     def within_budget(self) -> bool:
@@ -152,6 +154,10 @@ class Verification:
             remarks.append(
                 "the batch has other shapes than were planned for: for smaller ones the predicted peak is a bound, the "
                 "predicted added time is that of those shapes"
+            )
+        if self.missing_loss:
+            remarks.append(
+                f"another step than planned: the plan was made with loss={self.missing_loss}, and none was given"
             )
         if not self.repeatable:
             remarks.append("the unmodified model does not repeat itself bit for bit: differences above prove nothing")
@@ -289,6 +295,7 @@ class _Bench:
             doubt=times.doubt,
             planned_step_ns=planned_ns,
             samples_per_second=batch_size / (planned_ns / 1e9) if planned_ns and batch_size else None,
+            missing_loss=self.plan.circumstances.loss if self.step.loss is None else "",
         )
 
     def _use_once(self) -> None:

@@ -343,6 +343,12 @@ def test_an_edited_plan_is_priced_and_differs_from_what_it_was(remat):
     assert code == 1
     assert json.loads(out)["only_second"] == ["*: act"]
     assert remat("diff", "plan.json", "plan.json")[:2] == (0, "no difference\n")
+    edited = Path("edited.json").read_text()
+    assert "before, other segments" not in remat(*priced, "--out", "edited.json")[1]
+    Path("edited.json").write_text(edited)
+    out = remat(*asked[:-1], "--out", "edited.json")[1]
+    assert "what edited.json held before, other segments, is edited.json~ now" in out
+    assert Path("edited.json~").read_text() == edited
     content["budget_bytes"] = 1000
     Path("edited.json").write_text(json.dumps(content))
     code, out, _ = remat(*priced)

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from remat.integrations import accelerate as with_accelerate
 from remat.integrations import plan_once
 from remat.integrations.device_budget import device_budget
-from remat.integrations.first_batch import FirstPlan
+from remat.integrations.first_batch import FirstPlan, _shapes
 from remat.integrations.kept_plans import KeptPlans
 from remat.integrations.lightning import PlanCallback as LightningPlan
 from remat.integrations.transformers import PlanCallback as TransformersPlan
@@ -458,6 +458,9 @@ def test_what_planning_does_is_logged_once_and_a_kept_plan_is_named(tmp_path, ca
     count = sum(parameter.numel() for parameter in model.parameters())
     assert told[0].startswith("remat: planning at the first batch, which runs some steps")
     assert told[0].endswith(f": {count:,} parameters, batch float32 [64, 16], budget 80%")
+    assert _shapes({"input_ids": torch.ones(4, 8), "more": [torch.ones(2)]}) == (
+        "input_ids float32 [4, 8], more float32 [2]"
+    )
     assert told[1:-1] == [f"planning: {words}" for words in heard] != []
     assert re.match(r"remat: planned in \d+\.\d s: <plan: \d+ segments?, peak .* added time ", told[-1])
     (kept,) = (record.getMessage() for record in caplog.records if record.name == "remat")

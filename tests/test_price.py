@@ -42,6 +42,8 @@ def test_an_edited_plan_has_its_own_peak_which_the_allocator_confirms():
     assert [str(segment) for segment in priced.segments] == ["0.up .. 0.act (2 calls)", "1", "2", "3.act"]
     found = verify(MODEL, BATCH, priced, loss=LOSS, repeats=0)
     assert found.exact
+    assert not found.missing_loss
+    assert f"made with loss={priced.circumstances.loss}, and none" in str(verify(MODEL, BATCH, priced, repeats=0))
     assert found.measured_peak_bytes == pytest.approx(priced.predicted_peak_bytes, rel=0.01)
     fewer = price(MODEL, BATCH, edited(plan, "1-2"), planner=PLANNER)
     assert fewer.predicted_peak_bytes > priced.predicted_peak_bytes

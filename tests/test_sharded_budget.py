@@ -291,8 +291,10 @@ def test_a_process_group_of_the_users_own_is_as_it_was_after_planning():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         group, count = dist.group.WORLD, dist.get_world_size()
-        profile = planner_of("root alone", ranks=8, repeats=0).profile
-        assert "each of 8 ranks" in str(profile)
+        planner = planner_of("root alone", ranks=8, repeats=0)
+        assert "each of 8 ranks" in str(planner.profile)
+        told = planner.plan("100%", solver="none", check=False).notes
+        assert any("all parameters are gathered at once on each of 8 ranks" in note for note in told)
         assert (dist.group.WORLD, dist.get_world_size()) == (group, count)
         tensor = torch.ones(3)
         dist.all_reduce(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -351,5 +352,24 @@ def _keep(terminal: Terminal, plan: Plan, out: Path | None) -> None:
     if out is None:
         terminal.tables.print("The plan was not written: pass --out plan.json to keep it.")
         return
+    kept = _put_aside(out, plan)
     plan.save(out)
     terminal.wrote(out, f"; apply it with remat.apply(model, remat.Plan.load({str(out)!r}))")
+    if kept is not None:
+        terminal.say(f"what {out} held before, other segments, is {kept} now")
+
+
+def _put_aside(out: Path, plan: Plan) -> Path | None:
+    """Copy a file that is about to be replaced, where it holds other segments, so that no edit by hand is lost."""
+    from remat.planner import PlanFileError
+
+    if not out.exists():
+        return None
+    try:
+        if type(plan).load(out).segments == plan.segments:
+            return None
+    except PlanFileError:
+        pass  # What is no plan, or one with a slip in it, is not to be lost either.
+    kept = out.with_name(f"{out.name}~")
+    shutil.copy2(out, kept)
+    return kept

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from remat.amounts import AUTO
+from remat.amounts import AUTO, format_bytes
 from remat.planner import Applied, Plan, PlanError, apply
 from remat.planner.applier.apply import applied_to
 from remat.planner.budget import parse_budget
@@ -139,7 +139,7 @@ class FirstPlan:
         Begin and end are logged as warnings, which are seen where nothing is configured.
         """
         count = sum(parameter.numel() for parameter in model.parameters())
-        words = f"{limit} bytes" if isinstance(limit, int) else limit
+        words = format_bytes(limit) if isinstance(limit, int) else limit
         _log.warning(
             "remat: planning at the first batch, which runs some steps and takes from seconds to minutes: "
             "%s parameters, batch %s, budget %s",
@@ -190,9 +190,13 @@ def plan_once(model: nn.Module, batch: object, budget: int | str, **keywords: Un
 
 
 def _shapes(batch: object) -> str:
-    """Say what tensors a batch holds."""
-    found = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in found)
+    """Say what tensors a batch holds, by their names where they have names."""
+    found = [(path, leaf) for path, leaf in pytree.tree_leaves_with_path(batch) if isinstance(leaf, torch.Tensor)]
+    names = (" ".join(f"{key.key} " for key in path if isinstance(key, pytree.MappingKey)) for path, _ in found)
+    return ", ".join(
+        f"{name}{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        for name, (_, leaf) in zip(names, found, strict=True)
+    )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from ...profiler.times import Spread
 from ...solvers import ALIKE, SOLVERS
 from ..applier.apply import apply_segments
 from ..phases import Over
+from ..plan_words import percent_range
 from .calibration import Observation, corrected, factors
 from .search import Effort
 from .times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
@@ -110,7 +111,7 @@ class _Heat:
 
     def after(self, earlier: _Heat) -> _Heat:
         """Return this heat with what an earlier one told."""
-        return replace(self, before=(*earlier.before, *earlier.lines()))
+        return replace(self, before=earlier.lines())
 
     def lines(self) -> tuple[str, ...]:
         """Say what each plan was predicted and measured to add."""
@@ -123,7 +124,9 @@ class _Heat:
     def told(self, words: str) -> Found:
         """Return the winner, with the race in its notes."""
         best = self.winner()
-        race = f"raced, {ROUNDS} rounds in turn: {'; '.join(dict.fromkeys((*self.before, *self.lines())))}"
+        heats = [f"{ROUNDS} rounds in turn: {'; '.join(lines)}" for lines in (self.before, self.lines()) if lines]
+        measured = percent_range(best.overhead, best.overhead_range, unknown="not known")
+        race = f"raced, {'. Then '.join(heats)}. Taken: {self.winner_name()}, measured {measured}"
         return replace(best, notes=(*best.notes, race, words))
 
 

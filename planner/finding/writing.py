@@ -178,6 +178,7 @@ def _notes(found: Found) -> tuple[str, ...]:
         if beside
         else "",
         *planner.profile.notes,
+        _gathered_whole(planner),
         _held_output(found),
         *planner.bridge.scope.notes(),
         draft.solution.note,
@@ -195,6 +196,16 @@ def _other_shapes(planner: Planner) -> str:
     reserved = planner.session.budget_on == "reserved"
     gaps = ", though a card may reserve more for shapes that vary" if reserved else ""
     return f"smaller batches need no more memory (if the same operators run){gaps}; times are for these shapes"
+
+
+def _gathered_whole(planner: Planner) -> str:
+    """Say that ranks gather the whole model, where nothing was said of its units; "" else."""
+    if planner.ranks == 1 or planner.units or planner.options.parallelize is not None:
+        return ""
+    return (
+        f"all parameters are gathered at once on each of {planner.ranks} ranks, as by fully_shard(model) alone: name "
+        "modules that are sharded on their own, its blocks say, by units= (--units)"
+    )
 
 
 def _held_output(found: Found) -> str:
