@@ -212,7 +212,8 @@ def _held_output(found: Found) -> str:
     draft, planner = found.draft, found.planner
     if not planner.options.holds_output:
         return ""
-    return held_output(draft.dry_run.record, draft.peak_bytes, planner.profile.parts.optimizer_step_peak)
+    floor_bytes = planner.profile.parts.optimizer_step_peak + draft.dry_run.beside_bytes
+    return held_output(draft.dry_run.record, draft.peak_bytes, floor_bytes)
 
 
 def _refusals(planner: Planner, *, besides: str = "") -> list[str]:
