@@ -24,7 +24,7 @@ from remat.profiler.dry_run import dry_run
 from remat.profiler.optimizer import optimizer_bytes
 from remat.profiler.ranks import Ranks, by_fully_shard
 from remat.profiler.reserved import reserved_bytes
-from remat.profiler.roofline import Efficiency, predicted_ns
+from remat.profiler.roofline import predicted_ns
 from remat.profiler.step import Step
 from tables import Table, publish
 from torch import nn
@@ -107,7 +107,7 @@ def predicted(run: Run) -> Predicted:
     return Predicted(
         allocated_bytes=max(record.peak_bytes() + state, held),
         reserved_bytes=reserved.reserved_bytes,
-        step_ns=sum(predicted_ns(operator, card(run.card), Efficiency()) for operator in record.operators),
+        step_ns=sum(predicted_ns(operator, card(run.card)) for operator in record.operators),
     )
 
 

@@ -1,27 +1,52 @@
-"""Know what named cards can hold and do, by their makers' data sheets: a step is priced where no card is there."""
+"""Know what cards can hold and do, by data sheets or a file of measurements: steps are priced where none is there."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from remat.near_names import did_you_mean
+from remat.whole_file import write_whole
 
+FORMAT = 1
+"""The version of a card's file."""
 GIB = 2**30
 TERA = 10**12
 
 
 class CardError(ValueError):
-    """Raised when a card's name is not in the table."""
+    """Raised when a card's name is not in the table, or its file does not hold a card."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Say which share of a card's peak rates operators reach.
+
+    The defaults are what large matrix products, flash attention and elementwise kernels are commonly seen to reach on
+    A100 and H100. Absolute times stand and fall with them; ratios between plans hardly do, since a replay and the step
+    it is added to are priced alike.
+
+    Attributes:
+        products: Of matrix products and convolutions, of the dense rate.
+        attention: Of fused attention, of the same; its operations are halved where a causal mask skips half.
+        bandwidth: Of everything, of the memory's bandwidth.
+    """
+
+    products: float = 0.65
+    attention: float = 0.5
+    bandwidth: float = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Hold one card's figures, all of them nominal.
+    """Hold one card's figures: nominal ones from a data sheet, or measured ones.
 
     Attributes:
-        name: What it is called here, "h100-80gb".
+        name: What it is called here, "h100-80gb"; of a measured one the file that holds it.
         memory_bytes: What torch reports as the card's total, the driver's context (some hundred MiB) included.
         bandwidth: Bytes per second between memory and chip.
         rates: Dense floating-point operations per second by torch dtype, "bfloat16"; without structured sparsity, with
@@ -29,6 +54,8 @@ class Card:
             no instructions for is not there.
         capability: CUDA compute capability, which decides what kernels torch takes.
         source: Where the figures are from.
+        reached: Which share of the rates operators reach.
+        measured: Whether rates and bandwidth were measured.
     """
 
     name: str
@@ -37,6 +64,36 @@ class Card:
     rates: Mapping[str, float]
     capability: tuple[int, int]
     source: str
+    reached: Efficiency = Efficiency()
+    measured: bool = False
+
+    @property
+    def rates_words(self) -> str:
+        """Return what times are predicted from, continuing "predicted from"."""
+        if self.measured:
+            return f"rates that were {self.source}"
+        return "the card's peak rates, so that absolute ones are rough"
+
+    def save(self, path: str | Path) -> None:
+        """Write the figures to a JSON file that `device=` and `--card` take in place of a name.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_whole(Path(path), json.dumps(self.figures(), indent=2) + "\n")
+
+    def figures(self) -> dict[str, Any]:
+        """Return what its file holds, as plain data."""
+        return {
+            "format": FORMAT,
+            "source": self.source,
+            "measured": self.measured,
+            "memory_bytes": self.memory_bytes,
+            "bandwidth": self.bandwidth,
+            "rates": dict(self.rates),
+            "reached": asdict(self.reached),
+            "capability": list(self.capability),
+        }
 
     def rate(self, dtype: str, *, tf32: bool = False) -> float:
         """Return dense operations per second in a torch dtype ("float32"); unknown types count as float32.
@@ -51,11 +108,13 @@ class Card:
 
 
 def card(name: str) -> Card:
-    """Return a card by name; case, blanks and underscores do not matter.
+    """Return a card by name, in which case, blanks and underscores do not matter, or by a file of `remat calibrate`.
 
     Raises:
-        CardError: There is no such card; the message lists those there are.
+        CardError: There is no such card, and the message lists those there are; or the file holds none.
     """
+    if str(name).endswith(".json"):
+        return _from_file(str(name))
     wanted = str(name).strip().lower().replace("_", "-").replace(" ", "-")
     wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted not in CARDS:
@@ -63,6 +122,33 @@ def card(name: str) -> Card:
         question = "for the device that is here leave device= (--card) out;" if is_kind else did_you_mean(wanted, CARDS)
         raise CardError(f"unknown card {name!r}: {question}{' ' if question else ''}cards known are {', '.join(CARDS)}")
     return CARDS[wanted]
+
+
+def _from_file(name: str) -> Card:
+    try:
+        figures = json.loads(Path(name).read_text(encoding="utf-8"))
+        known = figures.pop("format")
+        if known != FORMAT:
+            raise CardError(f"{name} is a card's file of format {known}, this remat reads {FORMAT}: calibrate again")
+        return Card(
+            name=name,
+            memory_bytes=int(figures["memory_bytes"]),
+            bandwidth=float(figures["bandwidth"]),
+            rates=MappingProxyType({str(dtype): float(rate) for dtype, rate in figures["rates"].items()}),
+            capability=(int(figures["capability"][0]), int(figures["capability"][1])),
+            source=str(figures["source"]),
+            reached=Efficiency(**figures["reached"]),
+            measured=bool(figures["measured"]),
+        )
+    except OSError as error:
+        raise CardError(f"the card's file {name} cannot be read: {error.strerror or error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        if isinstance(error, CardError):
+            raise
+        raise CardError(
+            f"{name} does not hold a card's figures ({type(error).__name__}: {error}); make one with: remat calibrate "
+            f"--out {name}"
+        ) from error
 
 
 def _card(

@@ -53,6 +53,16 @@ class Device:
         return self.device.type
 
     @property
+    def total_bytes(self) -> int:
+        """Return how much memory it has."""
+        return psutil.virtual_memory().total
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Return its CUDA compute capability, (0, 0) where it has none."""
+        return 0, 0
+
+    @property
     def round_to(self) -> int:
         """Return the granularity of allocations, in bytes."""
         return 1
@@ -167,6 +177,16 @@ class CudaDevice(Device):
     def words(self) -> str:
         """Return its kind and its name."""
         return f"{self.device.type} ({self.name})"
+
+    @property
+    def total_bytes(self) -> int:
+        """Return how much memory torch finds on the card."""
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Return the card's compute capability."""
+        return torch.cuda.get_device_capability(self.device)
 
     @property
     def round_to(self) -> int:

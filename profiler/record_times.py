@@ -15,7 +15,7 @@ from .cards import Card
 from .devices import Device, is_out_of_memory
 from .kernels import with_host
 from .records import Profile
-from .roofline import Efficiency, predicted_ns
+from .roofline import predicted_ns
 from .step import Step
 from .step_record import Operator, StepRecord
 from .times import Origin, Spread, estimated, measured
@@ -83,7 +83,7 @@ def time_record(
 
 def predicted_times(record: StepRecord, card: Card) -> RecordTimes:
     """Predict times from a card's peak rates, backward's operators included; see `roofline`."""
-    times = [predicted_ns(operator, card, Efficiency()) for operator in record.operators]
+    times = [predicted_ns(operator, card) for operator in record.operators]
     origin = estimated(f"roofline of {card.name}, nothing was run")
     return RecordTimes(
         operators_ns=tuple(times[: record.loss_stop]),
@@ -92,7 +92,7 @@ def predicted_times(record: StepRecord, card: Card) -> RecordTimes:
         times_from=origin,
         step_time_from=origin,
         notes=(
-            "nothing was run: times are predicted from the card's peak rates, so that absolute ones are rough; "
+            f"nothing was run: times are predicted from {card.rates_words}; "
             "launching kernels, collectives and what hides behind other work are not modelled",
         ),
     )

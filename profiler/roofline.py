@@ -3,7 +3,7 @@
 An operator takes the longer of two times, as in the roofline model (Williams, Waterman and Patterson, 2009): its
 floating-point operations at a share of the card's rate, and its bytes at a share of the card's bandwidth. Operations
 are counted by torch's own formulas (`torch.utils.flop_counter`), bytes are those of arguments and results. The shares
-are `Efficiency`'s; nothing is calibrated unless a measured file says otherwise.
+are the card's `Efficiency`: assumed for those in the table, measured for those in a file of `remat calibrate`.
 
 Not counted: launching kernels, waiting for other ranks, collectives, caches that keep bytes from moving twice.
 """
@@ -21,25 +21,6 @@ from .cards import Card
 from .step_record import BETWEEN_RANKS, Operator
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """Say which share of a card's peak rates operators reach.
-
-    The defaults are what large matrix products, flash attention and elementwise kernels are commonly seen to reach on
-    A100 and H100. Absolute times stand and fall with them; ratios between plans hardly do, since a replay and the step
-    it is added to are priced alike.
-
-    Attributes:
-        products: Of matrix products and convolutions, of the dense rate.
-        attention: Of fused attention, of the same; its operations are halved where a causal mask skips half.
-        bandwidth: Of everything, of the memory's bandwidth.
-    """
-
-    products: float = 0.65
-    attention: float = 0.5
-    bandwidth: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +112,19 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def predicted_ns(operator: Operator, card: Card, efficiency: Efficiency, *, tf32: bool = False) -> int:
+def predicted_ns(operator: Operator, card: Card, *, tf32: bool = False) -> int:
     """Return how long an operator should take on a card, in nanoseconds: a prediction, never a measurement.
 
     Args:
         operator: The recorded operator.
         card: The card.
-        efficiency: Shares of its rates that are reached.
         tf32: Whether float32 products may take TF32.
     """
     if operator.operator.startswith(BETWEEN_RANKS):
         return 0  # Gathering and reducing hide behind computing, as far as is known.
-    moving = operator.moved_bytes / (efficiency.bandwidth * card.bandwidth)
+    moving = operator.moved_bytes / (card.reached.bandwidth * card.bandwidth)
     if not operator.flops:
         return round(1e9 * moving)
-    share = efficiency.attention if is_attention(operator.operator) else efficiency.products
+    share = card.reached.attention if is_attention(operator.operator) else card.reached.products
     computing = operator.flops / (share * card.rate(operator.dtype, tf32=tf32))
     return round(1e9 * max(moving, computing))

@@ -9,7 +9,7 @@ from remat.planner import InfeasibleBudgetError, Plan, answer, apply, largest_ba
 from remat.planner.finding.planning import Planner
 from remat.profiler import Profile, profile
 from remat.profiler.cards import CARDS, card
-from remat.profiler.roofline import Efficiency, predicted_ns
+from remat.profiler.roofline import predicted_ns
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -139,7 +139,7 @@ def test_a_product_takes_the_time_of_its_operations_and_a_copy_that_of_its_bytes
     assert product.forward_ns == round(1e9 * product.flops / (0.65 * 989.4e12))
     assert gelu.moved_bytes == 2 * 2 * 4096**2
     assert gelu.forward_ns == round(1e9 * gelu.moved_bytes / (0.8 * 3350e9))
-    assert recorded.step_ns == sum(predicted_ns(o, card(CARD), Efficiency()) for o in recorded.operators)
+    assert recorded.step_ns == sum(predicted_ns(o, card(CARD)) for o in recorded.operators)
 
 
 def test_the_products_of_a_mixtures_experts_are_counted():

@@ -1,4 +1,4 @@
-"""The command line: `remat profile | plan | verify | price | diff | compare | largest-batch | report | demo`."""
+"""The command line: `remat plan`, `remat verify` and the other `COMMANDS`."""
 
 from __future__ import annotations
 

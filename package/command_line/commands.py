@@ -274,6 +274,26 @@ def report(
     return Code.INFEASIBLE if refusal else Code.DONE
 
 
+def calibrate(
+    output: opt.Output,
+    out: opt.CardOut,
+    device: Annotated[opt.Device, typer.Option("--device", help="What to measure.")] = opt.Device.CUDA,
+) -> int:
+    """Measure a card's memory and rates once, into a file that --card takes in place of a name."""
+    terminal = Terminal(output)
+    from remat.planner.show import as_data, console
+    from remat.profiler.calibrate import calibrate as measure
+
+    with terminal.progress() as say:
+        say(f"timing large operators on {device.value}")
+        card = measure(device.value)
+    card.save(out)
+    console.print_card(terminal.tables, card)
+    terminal.result(lambda: as_data.of_card(card))
+    terminal.wrote(out, f"; plan for it with --card {out}, or device={str(out)!r}")
+    return Code.DONE
+
+
 def demo(
     output: opt.Output,
     out: opt.FolderOut = Path("out"),
@@ -300,6 +320,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "compare": compare,
     "largest-batch": largest_batch,
     "report": report,
+    "calibrate": calibrate,
     "demo": demo,
 }
 

@@ -108,9 +108,9 @@ class Place:
         str | None,
         typer.Option(
             "--card",
-            metavar="NAME",
+            metavar="NAME|FILE.json",
             help="Plan for this card, which need not be here: nothing is run, times are predicted, and the factory may "
-            "make the model on the meta device. Example: h100-80gb",
+            "make the model on the meta device; or for one whose figures `remat calibrate` wrote. Example: h100-80gb",
         ),
     ] = None
     param_dtype: Annotated[
@@ -444,6 +444,7 @@ def written(what: str, example: str) -> typer.models.OptionInfo:
 
 PlanOut = Annotated[Path | None, written("the plan", "plan.json")]
 ProfileOut = Annotated[Path | None, written("the profile (JSON)", "profile.json")]
+CardOut = Annotated[Path, written("the card's figures (JSON)", "card.json")]
 CsvOut = Annotated[Path | None, written("the table (CSV)", "comparison.csv")]
 ReportOut = Annotated[Path, written("the report", "report.html")]
 FolderOut = Annotated[

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from ...profiler.cards import Card
 from ...profiler.records import Profile
 from ..compare import Comparison
 from ..largest_batch import BatchSearch
@@ -33,6 +34,11 @@ def of_profile(profile: Profile, rows: int) -> dict[str, Any]:
         "step_time_from": str(profile.step_time_from),
         "notes": list(profile.notes),
     }
+
+
+def of_card(card: Card) -> dict[str, Any]:
+    """Return a card's figures as its file has them: bytes, bytes per second, operations per second."""
+    return card.figures()
 
 
 def of_plan(plan: Plan) -> dict[str, Any]:

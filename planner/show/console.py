@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...profiler.cards import TERA, Card
 from ...profiler.records import Profile
 from ..budget import format_bytes
 from ..compare import Comparison, table_cells, table_header
@@ -52,6 +53,17 @@ def print_parts(console: Console, profile: Profile) -> None:
     table = table_of("Where the memory is", ("part", "bytes", "of the peak"), numeric=("bytes", "of the peak"))
     for name, nbytes, share in memory_parts(profile):
         table.add_row(name, format_bytes(nbytes), f"{share:.0%}")
+    console.print(table)
+
+
+def print_card(console: Console, card: Card) -> None:
+    """Print what was measured of a card."""
+    table = table_of(f"A card, {card.source}", ("figure", "reached"), numeric=("reached",))
+    table.add_row("memory", format_bytes(card.memory_bytes))
+    table.add_row("bandwidth", f"{format_bytes(int(card.bandwidth))}/s")
+    for dtype, rate in card.rates.items():
+        table.add_row(f"products in {dtype}", f"{rate / TERA:,.3g} TFLOP/s")
+    table.add_row("attention, of the rate of products", f"{card.reached.attention:.0%}")
     console.print(table)
 
 
