@@ -73,7 +73,7 @@ def test_another_model_is_refused_with_what_differs():
         PlanMismatchError, match=r"missing parameters: blocks\.5\.norm\.weight.*embed\.weight is \[8, 8\]"
     ):
         apply(other, plan)
-    with pytest.raises(PlanMismatchError, match="wrapper"):
+    with pytest.raises(PlanMismatchError, match=r"inside this DataParallel: apply it to model\.module"):
         apply(nn.DataParallel(model), plan)
 
 

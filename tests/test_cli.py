@@ -191,7 +191,10 @@ PLAN = ["plan", "factories.py:build", "--budget"]
         (["plan", "factories.py:wrong_count", "--budget", "60%"], "(model, batch, loss), got Sequential"),
         (["plan", "factories.py:wrong_model", "--budget", "60%"], "the model is a str"),
         (["plan", "factories.py:wrong_batch", "--budget", "60%"], "batch holds no tensor"),
-        (["plan", "factories.py:wrong_shape", "--budget", "60%"], "RuntimeError in 0.up (Linear): mat1 and mat2"),
+        (
+            ["plan", "factories.py:wrong_shape", "--budget", "60%"],
+            "the model in 0.up (Linear) raises RuntimeError: mat1",
+        ),
         ([*PLAN, "60%", "--optimizer", "adan"], "unknown optimizer 'adan'"),
         ([*PLAN, "60%", "--card", "h100-8gb"], "unknown card 'h100-8gb': did you mean"),
         ([*PLAN, "60%", "--units", "h.*"], "--units 'h.*': no module has such a path"),
@@ -292,7 +295,7 @@ def test_an_error_of_our_own_has_its_own_exit_code_and_says_where(remat, monkeyp
 def test_what_a_loss_raises_is_no_error_of_our_own(remat):
     code, _, err = remat("plan", "factories.py:bound_to_another", "--budget", "60%", "--repeats", "0")
     assert code == 2, err
-    assert "ValueError is raised by the loss: Expected input batch_size" in err
+    assert "the loss raises ValueError: Expected input batch_size" in err
 
 
 def test_a_report_whose_budget_is_not_met_is_written_and_ends_as_infeasible(remat, tmp_path):

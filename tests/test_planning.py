@@ -188,12 +188,16 @@ class CachingBlock(nn.Module):
 def test_where_a_cache_keeps_blocks_from_being_replayed_the_refusal_begins_with_that():
     torch.manual_seed(0)
     model, x, how = Caching(), torch.randn(256, 32), {"solver": "dp", "repeats": 0}
-    advice = "with use_cache on, which keeps 3 blocks from being replayed: put use_cache=False into the batch (or set "
+    advice = (
+        "with use_cache on, which keeps 3 blocks from being replayed: set model.config.use_cache = False (or put "
+        "use_cache=False into the batch) and plan again"
+    )
     with pytest.raises(InfeasibleBudgetError, match=re.escape(f"no dp plan fits 1.0 KiB {advice}")) as caught:
         plan(model, x, "1KiB", **how)
     assert "and plan again. The smallest peak found so is" in str(caught.value)
+    assert str(caught.value).count("use_cache = False") == 1
     page = str(answer(model, x, "1KiB", **how))
-    assert f"? **No**, {advice}model.config.use_cache = False) and plan again; this is the least peak found so." in page
+    assert f"? **No**, {advice}; this is the least peak found so." in page
     assert "because each changes an object passed to it (a cache? put use_cache=False into the batch" in page
     assert "? **Yes**. " in str(answer(model, x, "100%", **how))
     assert "? **No**: this is the least peak found. " in str(answer(model, {"x": x, "use_cache": False}, "1KiB", **how))

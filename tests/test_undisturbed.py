@@ -550,13 +550,13 @@ def test_what_plans_in_another_thread_waits():
     """Random states and settings are the process's: two that put them back would take each other's for their own."""
     order = []
 
-    def work():
-        with Guard({"model": stack()}).undisturbed():
+    def work(model):
+        with Guard({"model": model}).undisturbed():
             order.append("in")
             time.sleep(0.05)
             order.append("out")
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(stack(),)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

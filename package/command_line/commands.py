@@ -352,7 +352,7 @@ def _running(target: opt.Target, subject: Subject, planned: Mapping[str, str] | 
         if not where:
             raise
         raise FactoryError(
-            f"{target.spec}: {type(error).__name__} is raised by {where}: {error}; the batch is {subject.batch_words()}"
+            f"{target.spec}: {where} raises {type(error).__name__}: {error}; the batch is {subject.batch_words()}"
         ) from error
 
 
