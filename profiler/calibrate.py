@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cards import Card, Efficiency
 from .devices import DeviceError, device_of, is_out_of_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

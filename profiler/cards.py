@@ -142,9 +142,9 @@ def _from_file(name: str) -> Card:
         )
     except OSError as error:
         raise CardError(f"the card's file {name} cannot be read: {error.strerror or error}") from error
+    except CardError:
+        raise
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        if isinstance(error, CardError):
-            raise
         raise CardError(
             f"{name} does not hold a card's figures ({type(error).__name__}: {error}); make one with: remat calibrate "
             f"--out {name}"

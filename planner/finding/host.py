@@ -67,7 +67,7 @@ def host_costs(device: torch.device) -> HostCostsByCache:
 
 
 def _costs(device: torch.device, sweep_bytes: int) -> HostCosts:
-    few, many = ((_added_ns(device, count, sweep_bytes)) for count in (FEW, MANY))
+    few, many = (_added_ns(device, count, sweep_bytes) for count in (FEW, MANY))
     bare_ns, selective_ns = ((b - a) / (len(_MEMBERS) * (MANY - FEW)) for a, b in zip(few, many, strict=True))
     return HostCosts(
         region_ns=max(0, int(few[0] - len(_MEMBERS) * FEW * bare_ns)),
