@@ -23,6 +23,7 @@ from torch import nn
 from ...profiler.repeatable_hooks import remade_by
 from .internals import buffers_of, children_of, forward_hook_registries, parameters_of
 from .told import CONTAINERS, MOST_ITEMS, PLAIN
+from .variables import Uses, Variables, WatchedVariables, uses_in
 
 _MOST_FUNCTIONS = 5_000
 _NO_EFFECT = frozenset(("CACHE", "PRECALL", "KW_NAMES", "RESUME", "EXTENDED_ARG", "PUSH_NULL", "COPY_FREE_VARS"))
@@ -31,6 +32,8 @@ _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "remat"))
 _SETTINGS = ("transformers.configuration_utils", "transformers.generation.", "transformers.integrations.heterogeneity")
 """Configurations look attributes up in a way of their own, but do so by the name asked for, or by `attribute_map`."""
 _DYNAMIC = frozenset(("eval", "exec", "attrgetter", "__getstate__", "getmembers"))
+_SETTERS = frozenset(("setattr", "delattr", "globals", "vars", "__dict__", "__setattr__"))
+"""By which code may set what it mentions."""
 _BY_NAME = frozenset(("getattr", "hasattr"))
 _NOT_IN_A_CALL = frozenset(
     (
@@ -52,12 +55,14 @@ class Mentions:
         stored: Attributes it sets.
         own: Whether it reads attributes of its first argument by names that are made at run time.
         any: Whether it does so of something else.
+        uses: What it does with variables of its module, by piece of code.
     """
 
     read: frozenset[str]
     stored: frozenset[str]
     own: bool
     any: bool
+    uses: tuple[Uses, ...]
 
 
 @cache
@@ -95,6 +100,7 @@ def names_in(code: CodeType) -> Mentions:
         stored=frozenset(stored.union(*(names.stored for names in inside))),
         own=any(own),
         any=not all(own) or any(names.own or names.any for names in inside),
+        uses=(uses_in(instructions), *(uses for names in inside for uses in names.uses)),
     )
 
 
@@ -129,10 +135,15 @@ class Reads:
     Attributes:
         names: The names.
         everything: Whether names are made at run time somewhere, so that any attribute may be read.
+        variables: Variables of modules that it can read and does not set.
     """
 
     names: set[str] = field(default_factory=set)
     everything: bool = False
+    variables: WatchedVariables = field(default_factory=WatchedVariables)
+    # Of the functions that were read: what they do with variables, and attributes that they set.
+    _used: Variables = field(default_factory=Variables)
+    _set: set[str] = field(default_factory=set)
     # Attributes that methods of a class set.
     _stored: dict[type, set[str]] = field(default_factory=dict)
     _functions: set[int] = field(default_factory=set)
@@ -160,8 +171,11 @@ class Reads:
                         reads._mention(name)
                 reads._follow_all(hook for hook in hooks.values() if not remade_by([hook]))
         reads._finish()
+        if not reads.everything:
+            reads.variables = reads._used.watched(frozenset(reads._set))
+        reads._used = Variables()
         # What was gone through has served; a copy of the planned model shall not copy it.
-        for seen in (reads._functions, reads._classes, reads._values, reads._waiting, reads._work):
+        for seen in (reads._functions, reads._classes, reads._values, reads._waiting, reads._work, reads._set):
             seen.clear()
         return reads
 
@@ -210,6 +224,9 @@ class Reads:
             self._whole.add(owner)
         if owner is not None:
             self._stored.setdefault(owner, set()).update(names.stored)
+        self._set |= names.stored if names.read.isdisjoint(_SETTERS) else names.stored | names.read
+        for uses in names.uses:
+            self._used.meet(uses, function.__globals__)
         for name in names.read - self.names:
             self._mention(name)
         for cell in function.__closure__ or ():

@@ -23,14 +23,14 @@ _requires_grad = attrgetter("requires_grad")
 class State(NamedTuple):
     """What is watched, at a moment; equal states are equal tuples.
 
-    The first three have an entry for each registered tensor, in one order; `settings` one for each path of
-    `Watched.paths`, in that order.
+    The first three have an entry for each registered tensor, in one order; `settings` one for each of
+    `Watched.words`, in that order.
 
     Attributes:
         identities: `id` of each tensor.
         versions: How often each was changed in place.
         requires_grad: Of each.
-        settings: Attributes and what they hold, as `told.py` tells them.
+        settings: Attributes and variables, and what they hold, as `told.py` tells them.
         dictionaries: Copies of the children and hooks of modules. One list serves all states until one of them changes.
     """
 
@@ -46,7 +46,7 @@ class Watched:
 
     Registered tensors are told by identity, version and requires_grad. Attributes of modules, and of the objects they
     keep (configurations, mostly): plain data by value, containers by what is in them, all else by identity. Children
-    and the hooks that a replay runs by identity.
+    and the hooks that a replay runs by identity. Plain data in variables of the user's modules by value.
 
     Args:
         root: The model.
@@ -174,14 +174,17 @@ class Watched:
             settings += map(with_version, objects)
             # A tensor with a graph behind it is let go: it would keep the graph's memory.
             held += [value for value in objects if getattr(value, "grad_fn", None) is None]
+        if self.reads.variables:
+            settings += self.reads.variables.now()
         if self._dictionaries != self._known:
             self._known = [dictionary.copy() for dictionary in self._dictionaries]
         return State(identities, versions, requires_grad, settings, self._known), held
 
     @property
-    def paths(self) -> list[str]:
-        """Return the path of each of a state's settings: plain attributes, then containers, then other objects."""
-        return [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
+    def words(self) -> list[str]:
+        """Name each of a state's settings: plain attributes, containers, other objects, then modules' variables."""
+        paths = [*self._scalars, *(path for path, *_ in (*self._owners, *self._containers, *self._objects))]
+        return [*(f"attribute {path!r}" for path in paths), *self.reads.variables.words()]
 
     def refuse_change(self, before: State, after: State, *, broadcast: bool) -> None:
         """Refuse a replay that would not see what forward saw.
@@ -220,9 +223,9 @@ class Watched:
         return ""
 
     def _changed_setting(self, before: State, after: State) -> str:
-        for path, was, now in zip(self.paths, before.settings, after.settings, strict=True):
+        for what, was, now in zip(self.words, before.settings, after.settings, strict=True):
             if was != now:
-                return f"attribute {path!r} is {_short(now)}, {_short(was)} in forward"
+                return f"{what} is {_short(now)}, {_short(was)} in forward"
         if before.dictionaries == after.dictionaries:
             return ""
         return "a child or a forward hook of its modules came, went or was replaced"
