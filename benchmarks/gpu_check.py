@@ -25,7 +25,7 @@ from remat.profiler.allocator import allocated_peak_bytes
 from remat.profiler.devices import device_of, is_out_of_memory
 from remat.profiler.internals import kineto_events
 from remat.profiler.kernels import device_ns, marked_durations
-from remat.profiler.optimizer import optimizer_bytes
+from remat.profiler.optimizer import optimizer_cost
 from remat.profiler.repeatability import Repeatability
 from remat.profiler.results import run_steps
 from remat.profiler.step import Step
@@ -211,7 +211,7 @@ class Check:
         row = {}
         for name, options in {"default": {}, "a loop": {"foreach": False}, "fused": {"fused": True}}.items():
             optimizer = torch.optim.AdamW(model.parameters(), **options)
-            _, predicted = optimizer_bytes(Step.of(model, batch), optimizer, round_to=self.place.round_to)
+            predicted = optimizer_cost(Step.of(model, batch), optimizer, round_to=self.place.round_to).temporary_bytes
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()

@@ -21,7 +21,7 @@ from published_models import bert, checkpointed, llama, lora, three
 from remat.profiler.cards import card
 from remat.profiler.devices import CUDA_GRANULARITY
 from remat.profiler.dry_run import dry_run
-from remat.profiler.optimizer import optimizer_bytes
+from remat.profiler.optimizer import optimizer_cost
 from remat.profiler.ranks import Ranks, by_fully_shard
 from remat.profiler.reserved import reserved_bytes
 from remat.profiler.roofline import predicted_ns
@@ -100,7 +100,8 @@ def predicted(run: Run) -> Predicted:
         ranks = Ranks(count=run.ranks, parallelize=by_fully_shard(units, policy=policy), words="")
     options: dict[str, Any] = {"round_to": CUDA_GRANULARITY, "ranks": ranks}
     record = dry_run(step, accumulation=run.accumulation, planned=True, card=card(run.card), **options)
-    state, temporaries = optimizer_bytes(step, "adamw", **options)
+    cost = optimizer_cost(step, "adamw", card=card(run.card), **options)
+    state, temporaries = cost.state_bytes, cost.temporary_bytes
     held = record.entry_bytes() + state + temporaries
     held += 0 if run.accumulation else record.total_bytes("gradient")
     reserved = reserved_bytes(record, state_bytes=state, optimizer_bytes=temporaries)

@@ -34,6 +34,8 @@ class Answer:
         plan: The plan; where nothing fits, the one of the least peak.
         step_ns: Time of the unplanned step (forward, loss, backward), nanoseconds.
         step_time_from: Where it is from.
+        optimizer_ns: How long the optimizer's step after it should take, nanoseconds; None where no card is named, and
+            where gradients accumulate, so that not every step has one.
         peak_words: Where the planned peak is, and what is alive there.
         cache_words: That a key-value cache keeps blocks from being replayed, and how to do without; "" where none does.
     """
@@ -47,6 +49,7 @@ class Answer:
     step_time_from: Origin
     peak_words: str
     cache_words: str = ""
+    optimizer_ns: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -74,12 +77,12 @@ class Answer:
     @property
     def per_second(self) -> float:
         """Return how many tokens or samples a rank trains in a second, without what `left_out` names."""
-        return self.counted[0] / (max(1, self.planned_step_ns) * 1e-9)
+        return self.counted[0] / (max(1, self.planned_step_ns + (self.optimizer_ns or 0)) * 1e-9)
 
     @property
     def left_out(self) -> str:
         """Name what a step of a training run takes that is in no time here."""
-        left = ["the optimizer's step"]
+        left = ["the optimizer's step"] if self.optimizer_ns is None else []
         if self.plan.ranks > 1:
             left.append("collectives")
         if self.plan.circumstances.card:
@@ -116,6 +119,9 @@ class Answer:
         verdict = "**Yes**" if self.fits else f"**No**{so or ': this is the least peak found'}"
         added = percent_range(plan.predicted_overhead, plan.predicted_overhead_range)
         shapes = ", ".join(f"{tensor.name} {list(tensor.shape)} {_short(tensor.dtype)}" for tensor in plan.batch)
+        optimizer: list[tuple[str, str]] = []
+        if self.optimizer_ns is not None:
+            optimizer = [("the optimizer's step", f"{self.optimizer_ns / 1e9:.3g} s, by the bytes that it moves")]
         rows = [
             ("batch of a rank" if plan.ranks > 1 else "batch", f"{shapes}: {count:,} {unit}"),
             ("precision", self.precision),
@@ -123,6 +129,7 @@ class Answer:
             ("without a plan", _bytes(plan.unplanned_peak_bytes)),
             ("added time", added),
             ("step with the plan", f"{self.planned_step_ns / 1e9:.3g} s of forward and backward ({self._step_words})"),
+            *optimizer,
             ("speed with the plan", f"{rate_words(self.per_second)} {unit}/s{each}; left out: {self.left_out}"),
             ("what sets the limit", self.peak_words),
             ("solver", f"{plan.solver or 'none'}, {plan.status}"),
@@ -205,6 +212,7 @@ def answer(
         step_time_from=profile.step_time_from,
         peak_words=planner.timeline(found).peak_words,
         cache_words=cache_words(planner),
+        optimizer_ns=None if profile.accumulation else profile.optimizer_ns,
     )
 
 

@@ -38,7 +38,8 @@ class BatchSize:
         unplanned_peak_bytes: Peak of the step without a plan; None where it could not be profiled.
         predicted_peak_bytes: Peak of the planned step; None where no plan fits.
         predicted_overhead: Added time as a share of the unplanned step's; None where no plan fits.
-        samples_per_second: Predicted: size by planned step time; None where no plan fits.
+        samples_per_second: Predicted: size by planned step time, on a named card with the optimizer's step; None where
+            no plan fits.
         samples_per_second_range: The same by the longest and the shortest step that was timed.
         step_ns: Time of the unplanned step, nanoseconds; None where it could not be profiled.
         step_time_from: How `step_ns` was obtained.
@@ -280,8 +281,9 @@ class _Search:
             return BatchSize(**known, least_peak_bytes=error.least_peak_bytes, note=str(error))
         self.plans[size] = plan
         overhead = plan.predicted_overhead or 0.0
+        optimizer_ns = 0 if profile.accumulation else profile.optimizer_ns or 0
         median, slowest, fastest = (
-            size / (max(1, step_ns) * 1e-9 * (1 + overhead))
+            size / ((max(1, step_ns) * (1 + overhead) + optimizer_ns) * 1e-9)
             for step_ns in (profile.step_ns, profile.step.high_ns, profile.step.low_ns)
         )
         return BatchSize(

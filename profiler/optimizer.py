@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .cards import Card
 from .dry_run import on_fakes
 from .internals import fakes_take_foreach, local_part
 from .ranks import Ranks
 from .recorder import Recorder
+from .roofline import predicted_ns
 from .step import BatchError, Step
 
 NAMES = {
@@ -28,10 +31,30 @@ _WRAPPED = ("optimizer", "_optimizer")
 """Where the wrappers of accelerate, Lightning and learning rate schedules keep the optimizer that they pass on to."""
 
 
-def optimizer_bytes(
-    step: Step, optimizer: Optimizer | str, *, round_to: int = 1, ranks: Ranks | None = None
-) -> tuple[int, int]:
-    """Return the bytes of an optimizer's state and the most its step allocates on top of state and gradients.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCost:
+    """Hold what an optimizer adds to a step.
+
+    Attributes:
+        state_bytes: Its state.
+        temporary_bytes: The most that its step allocates on top of state and gradients.
+        step_ns: How long its step should take on a named card, nanoseconds: predicted. None where no card is named.
+    """
+
+    state_bytes: int
+    temporary_bytes: int
+    step_ns: int | None
+
+
+def optimizer_cost(
+    step: Step,
+    optimizer: Optimizer | str,
+    *,
+    round_to: int = 1,
+    ranks: Ranks | None = None,
+    card: Card | None = None,
+) -> OptimizerCost:
+    """Find what an optimizer adds to a step.
 
     The state is that of the steady state (after a first step), in which every further step begins. A live optimizer is
     only read: its twin, made from its class and its groups' settings, steps on fake tensors.
@@ -42,6 +65,7 @@ def optimizer_bytes(
             defaults; momentum 0.9 for "sgd").
         round_to: Allocation granularity in bytes.
         ranks: How the model is divided over processes; the state is then that of one of them.
+        card: The card that it will step on, with the kernels that torch takes there; None is the model's device.
 
     Raises:
         BatchError: The name is unknown, the optimizer's parameters are neither the model's nor the loss's, or no twin
@@ -49,11 +73,11 @@ def optimizer_bytes(
     """
     groups = _groups(step, optimizer)
 
-    def measure(fake_step: Step) -> tuple[int, int]:
+    def measure(fake_step: Step) -> OptimizerCost:
         fakes = [tensor for _, tensor in fake_step.trained()]
         if ranks is not None:
             fakes = [_own_part(tensor) for tensor in fakes]
-        return _measured(_twin(optimizer, groups, fakes), round_to)
+        return _measured(_twin(optimizer, groups, fakes), round_to, card)
 
     return on_fakes(step, measure, ranks=ranks)
 
@@ -146,12 +170,13 @@ def _twin(
         ) from error
 
 
-def _measured(twin: Optimizer, round_to: int) -> tuple[int, int]:
-    """Step an optimizer on fake tensors; return the bytes of its state, and the most its second step takes besides."""
+def _measured(twin: Optimizer, round_to: int, card: Card | None) -> OptimizerCost:
+    """Step an optimizer on fake tensors twice; the second step has the state that all later ones have."""
+    kinds = () if card is None else ("cpu",)
     trained = [parameter for group in twin.param_groups for parameter in group["params"]]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    with fakes_take_foreach():
+    with fakes_take_foreach(*kinds):
         twin.step()
     recorder = Recorder(round_to=round_to, device=trained[0].device)
     for parameter in trained:
@@ -163,12 +188,15 @@ def _measured(twin: Optimizer, round_to: int) -> tuple[int, int]:
             if isinstance(value, torch.Tensor):
                 recorder.identify(value, "buffer")
     known = len(recorder.lives)
-    with recorder, fakes_take_foreach():
+    with recorder, fakes_take_foreach(*kinds):
         twin.step()
     record = recorder.finish()
-    state_bytes = sum(storage.nbytes for storage in record.storages[before:known])
     fixed = sum(storage.nbytes for storage in record.storages[:known])
-    return state_bytes, max(0, record.peak_bytes() - fixed)
+    return OptimizerCost(
+        state_bytes=sum(storage.nbytes for storage in record.storages[before:known]),
+        temporary_bytes=max(0, record.peak_bytes() - fixed),
+        step_ns=None if card is None else sum(predicted_ns(operator, card) for operator in record.operators),
+    )
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:

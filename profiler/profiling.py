@@ -15,7 +15,7 @@ from .allocator import collected, fits
 from .cards import Card, card
 from .devices import CUDA_GRANULARITY, Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, record_step
-from .optimizer import optimizer_bytes, unwrapped
+from .optimizer import optimizer_cost, unwrapped
 from .ranks import Ranks
 from .record_times import RecordTimes, predicted_times, time_record, times_of_whole
 from .records import Parts, Profile
@@ -290,7 +290,7 @@ def _profile(
     if session.ranks is not None:
         notes.append(f"bytes are those of each of {session.ranks.count} ranks {session.ranks.words}")
     say("recording the optimizer")
-    parts = _parts(session, recording, optimizer, kept)
+    parts, optimizer_ns = _parts(session, recording, optimizer, kept)
     storages = _storages(recording, unsaved)
     untimed = len(recording.operators) - len(times.operators_ns)
     return Profile(
@@ -308,6 +308,7 @@ def _profile(
         bytes_from=method,
         times_from=times.times_from,
         step_time_from=times.step_time_from,
+        optimizer_ns=optimizer_ns,
         accumulation=session.accumulation,
         unseen_bytes=unseen,
         library_bytes=kept,
@@ -437,19 +438,26 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str | None, library_bytes: int) -> Parts:
+def _parts(
+    session: Session, recording: StepRecord, optimizer: Optimizer | str | None, library_bytes: int
+) -> tuple[Parts, int | None]:
+    """Return a step's fixed parts, and how long the optimizer's step should take on a named card."""
     total = recording.total_bytes
     parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
     state = step_peak = 0
+    step_ns: int | None = None
     if optimizer is not None:
-        state, temporaries = optimizer_bytes(session.step, optimizer, round_to=session.round_to, ranks=session.ranks)
+        cost = optimizer_cost(
+            session.step, optimizer, round_to=session.round_to, ranks=session.ranks, card=session.card
+        )
+        state, temporaries, step_ns = cost.state_bytes, cost.temporary_bytes, cost.step_ns
         outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
         step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
         step_peak += library_bytes
     if session.step.guard.steps_inside:
         counted = None if optimizer is None or isinstance(optimizer, str) else unwrapped(optimizer)
         state += session.step.guard.optimizer_bytes(left_out=counted)
-    return Parts(
+    parts = Parts(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
@@ -457,6 +465,7 @@ def _parts(session: Session, recording: StepRecord, optimizer: Optimizer | str |
         gradients=gradients,
         optimizer_step_peak=step_peak,
     )
+    return parts, step_ns
 
 
 def _timed(operator: Operator, forward_ns: int) -> Operator:

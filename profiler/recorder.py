@@ -304,7 +304,8 @@ class Recorder(TorchDispatchMode):
                 if lives[index].kind == "activation":
                     lives[index].kind = "communication"
         is_view = bool(outputs) and not produced and not writes
-        spent = cost(func, args, kwargs, inputs, out, moves=bool(produced or writes))
+        changed = [tensor for tensor, _ in writes]
+        spent = cost(func, args, kwargs, inputs, out, moves=bool(produced or writes), written=changed)
         self._operators.append(
             Operator(
                 operator=str(func),

@@ -78,6 +78,8 @@ class Profile(StepRecord):
         bytes_from: How bytes were obtained.
         times_from: How times of operators and forward were obtained.
         step_time_from: How the step's time was obtained.
+        optimizer_ns: How long the optimizer's own step should take on a named card, nanoseconds: predicted. None where
+            it is not known.
         accumulation: Whether gradients exist from the beginning.
         unseen_bytes: What the allocator's peak in a real step was above the recorded one; counted as alive throughout.
         library_bytes: What libraries keep on the device from their first call on (cuBLAS's workspace), throughout.
@@ -97,6 +99,7 @@ class Profile(StepRecord):
     accumulation: bool
     unseen_bytes: int = 0
     library_bytes: int = 0
+    optimizer_ns: int | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -39,7 +39,14 @@ class Cost:
 
 
 def cost(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[torch.Tensor], out: Any, *, moves: bool
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[torch.Tensor],
+    out: Any,
+    *,
+    moves: bool,
+    written: Sequence[torch.Tensor] = (),
 ) -> Cost:
     """Count what one operator call computes and moves.
 
@@ -50,6 +57,7 @@ def cost(
         inputs: The tensors among both.
         out: Its result.
         moves: Whether it writes memory; else it makes views.
+        written: The arguments that it writes, which are what it makes where it returns nothing, as foreach kernels do.
     """
     packet = func.overloadpacket
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), None)
@@ -59,7 +67,7 @@ def cost(
     outputs = [
         value for value in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(value, torch.Tensor)
     ]
-    made = sum(_bytes(tensor) for tensor in outputs)
+    made = sum(_bytes(tensor) for tensor in outputs or written)
     # Of a table only the rows that are looked up are read.
     read = made if packet in _LOOKUPS else sum(_bytes(tensor) for tensor in inputs)
     return Cost(_flops(packet, args, kwargs, out), read + made, name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from remat.profiler.allocator import allocated_peak_bytes
+from remat.profiler.cards import card
 from remat.profiler.internals import FakeTensor, fakes_take_foreach
-from remat.profiler.optimizer import optimizer_bytes
+from remat.profiler.optimizer import optimizer_cost
 from remat.profiler.step import Step
 from torch import nn
 from torch.optim import optimizer as optimizers
@@ -36,7 +37,7 @@ def test_temporaries_of_every_path_are_those_of_the_allocator(kind, path):
         return kind(parameters, lr=0.001, **PATHS[path])
 
     model, step = stack()
-    _, temporaries = optimizer_bytes(step, make(model.parameters()))
+    temporaries = optimizer_cost(step, make(model.parameters())).temporary_bytes
     # Beyond the dry run: a scalar of the loop.
     assert allocated(model, make) == pytest.approx(temporaries, abs=64)
 
@@ -44,10 +45,9 @@ def test_temporaries_of_every_path_are_those_of_the_allocator(kind, path):
 def test_on_a_card_the_default_is_foreach():
     model, step = stack()
     foreach = allocated(model, lambda parameters: torch.optim.AdamW(parameters, foreach=True))
-    with fakes_take_foreach("cpu"):
-        _, temporaries = optimizer_bytes(step, "adamw")
-    assert temporaries == pytest.approx(foreach, abs=64)
-    assert temporaries > 3 * optimizer_bytes(step, "adamw")[1]
+    found = optimizer_cost(step, "adamw", card=card("h100-80gb"))
+    assert found.temporary_bytes == pytest.approx(foreach, abs=64)
+    assert found.temporary_bytes > 3 * optimizer_cost(step, "adamw").temporary_bytes
 
 
 def test_a_fake_on_a_card_is_taken_for_what_it_stands_for():
@@ -58,3 +58,15 @@ def test_a_fake_on_a_card_is_taken_for_what_it_stands_for():
             assert optimizers._default_to_fused_or_foreach([parameter], False, use_fused=True) == (True, False)
         assert optimizers._default_to_fused_or_foreach([parameter], differentiable=False) == (False, False)
     assert FakeTensor not in optimizers._foreach_supported_types
+
+
+def test_a_cards_step_takes_as_long_as_its_kernels_move_bytes():
+    model, step = stack()
+    h100 = card("h100-80gb")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    moved = h100.reached.bandwidth * h100.bandwidth / 1e9
+    fused = optimizer_cost(step, torch.optim.AdamW(model.parameters(), fused=True), card=h100)
+    # Parameters, gradients and two moments are read and, by its schema, written.
+    assert fused.step_ns == pytest.approx(8 * nbytes / moved, rel=0.01)
+    assert optimizer_cost(step, "adamw", card=h100).step_ns > 2 * fused.step_ns
+    assert optimizer_cost(step, "adamw").step_ns is None

@@ -245,11 +245,12 @@ def test_the_sum_of_a_tied_weights_gradients_is_recorded_as_the_allocator_sees_i
 def test_what_is_alive_before_measuring_is_left_out_of_collections_meanwhile():
     gc.unfreeze()
     with collected():
+        # What other threads let go of meanwhile is no longer among them.
         frozen = gc.get_freeze_count()
         with collected():
-            assert gc.get_freeze_count() == frozen > 0
-        assert gc.get_freeze_count() == frozen
-        made = [[] for _ in range(100)]
+            assert 0 < gc.get_freeze_count() <= frozen
+        assert 0 < gc.get_freeze_count() <= frozen
+        made = [[] for _ in range(1000)]
         collect()
         assert gc.get_freeze_count() > frozen + len(made) / 2
     assert gc.get_freeze_count() == 0
