@@ -21,7 +21,7 @@ from .first_batch import FirstPlan, FirstPlanKeywords
 class PlanCallback(Callback):
     """Plan at the first batch and train under the plan: `Trainer(..., callbacks=[PlanCallback("60%")])`.
 
-    The step is the module's `training_step` under the Trainer's precision, with its accumulation and optimizer; what it
+    The step is the module's `training_step` under the Trainer's precision, with its optimizer; what it
     logs while planning is dropped. The plan is kept in `default_root_dir`/remat and taken off when training ends.
 
     Args:
@@ -54,7 +54,8 @@ class PlanCallback(Callback):
             "loss": _returned_loss,
             "optimizer": trainer.optimizers[0],
             "holds_output": False,
-            "accumulation": trainer.accumulate_grad_batches > 1,
+            # Lightning frees gradients between training_step and backward: they are there throughout the forward.
+            "accumulation": True,
         }
         given = (batch, batch_idx) if takes_number else (batch,)
         folder = Path(trainer.default_root_dir) / "remat"

@@ -108,7 +108,7 @@ class Applied:
 
     def expect(self, plan: Plan) -> None:
         """Tell the user, once, of a step that is not the one planned for."""
-        self._planned.expected = Expected(plan, self._planned.threads.top.calls())
+        self._planned.expected = Expected(plan, self._planned.threads.top.calls(), self.model)
 
     @property
     def model(self) -> nn.Module:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..circumstances import autocast_now, precision_words
 from ..plan import Plan
@@ -21,14 +22,18 @@ class Expected:
     Args:
         plan: The plan.
         calls: Every call that is the member of a segment, with the segment's name.
+        root: The model that the plan is applied to.
     """
 
-    def __init__(self, plan: Plan, calls: dict[CallKey, str]) -> None:
+    def __init__(self, plan: Plan, calls: dict[CallKey, str], root: nn.Module) -> None:
         self._autocast = plan.circumstances.autocast
         self._device = plan.circumstances.device.partition(" ")[0] or "cpu"
         batches = [entry.tensors for entry in plan.batches] or [plan.batch]
         self._shapes = [{tensor.name: tensor.shape for tensor in tensors} for tensors in batches]
         self._circumstances_told = plan.fingerprint is None
+        # Of the parameter whose gradient is the largest: it stands for all of them, as looking at each takes time.
+        trained = [(tensor.numel(), name) for name, tensor in root.named_parameters() if tensor.requires_grad]
+        self._largest = max(trained)[1] if trained and plan.fingerprint and not plan.circumstances.accumulation else ""
         self._is_as_planned = False
         self._calls_told = False
         self._calls = calls
@@ -37,8 +42,10 @@ class Expected:
         for key, index in calls:
             self._least[key] = max(self._least.get(key, 0), index + 1)
 
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn, once, of a larger batch than planned for; note whether autocast is as planned for."""
+    def begin_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn, once, of gradients or a larger batch than planned for; note whether autocast is as planned for."""
+        if self._largest:
+            self._check_gradients(root)
         if not self._circumstances_told:
             self._is_as_planned = self._precision_is_planned()
             self._check_batch(args, kwargs)
@@ -58,6 +65,22 @@ class Expected:
 
     def _precision_is_planned(self) -> bool:
         return not (autocast_is_on() or self._autocast) or autocast_now(self._device) == self._autocast
+
+    def _check_gradients(self, root: nn.Module) -> None:
+        """Warn of gradients that are there before forward, where they were planned to be made in backward."""
+        try:
+            there = root.get_parameter(self._largest).grad is not None
+        except AttributeError:
+            there = False  # A parametrization has taken the parameter's place since.
+        if not there:
+            return
+        self._largest = ""
+        warnings.warn(
+            "a step under the plan begins with gradients of an earlier backward, and it was planned without: it is "
+            "exact, but its peak may be above the promised one, by the gradients. If they accumulate, plan with "
+            "accumulation=True; else free them before forward: optimizer.zero_grad() before it, with set_to_none=True",
+            stacklevel=2,
+        )
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn of a batch that is larger than each of those planned for, in whatever dimension."""

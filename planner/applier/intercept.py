@@ -201,7 +201,7 @@ class PlannedForward(StandIn):
         planned.check_model()
         expected = planned.expected if self.module is planned.root else None
         if expected is not None:
-            expected.begin_forward(args, kwargs)
+            expected.begin_forward(self.module, args, kwargs)
         thread.counts, thread.cut = {}, []
         try:
             output = thread.scoped(None, self._run, (planned.threads, thread, args, kwargs), {})
