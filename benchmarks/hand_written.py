@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -91,7 +92,7 @@ class Times:
 
 @collected()
 def timed_in_turn(
-    step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False
+    step: Callable[[], None], arms: Mapping[str, Arm], rounds: int, *, warm: bool = False, each: int = 1
 ) -> dict[str, Times]:
     """Time a step under every arm, in turn, after one round that warms up; times by arm.
 
@@ -103,6 +104,7 @@ def timed_in_turn(
         arms: By name, what to be inside of.
         rounds: How often each is timed.
         warm: Run the step once untimed each time an arm is entered, so that work done once an entry does not count.
+        each: How many steps are timed each time an arm is entered.
     """
     times = {name: Times() for name in arms}
     names = list(arms)
@@ -111,18 +113,19 @@ def timed_in_turn(
             with arms[name]():
                 if warm:
                     step()
-                started = time.perf_counter(), time.process_time()
-                step()
-                ended = time.perf_counter(), time.process_time()
+                marks = [(time.perf_counter(), time.process_time())]
+                for _ in range(each):
+                    step()
+                    marks.append((time.perf_counter(), time.process_time()))
             if number:
-                times[name].wall.append(ended[0] - started[0])
-                times[name].cpu.append(ended[1] - started[1])
+                times[name].wall.extend(stop - start for (start, _), (stop, _) in pairwise(marks))
+                times[name].cpu.extend(stop - start for (_, start), (_, stop) in pairwise(marks))
     return times
 
 
 def ratio(seconds: Mapping[str, list[float]], arm: str, base: str) -> float:
-    """Return the ratio of two arms' medians."""
-    return median(seconds[arm]) / median(seconds[base])
+    """Return the median of two arms' ratios in each turn: a machine that slows down between turns slows both."""
+    return median(ours / others for ours, others in zip(seconds[arm], seconds[base], strict=True))
 
 
 def largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
