@@ -128,7 +128,7 @@ class Session:
         """Record a dry run; say also whether identical blocks were left out of it."""
         guard, planned = self.step.guard, options["planned"]
         shortens = self.shortens and self.ranks is None and not guard.now.stepping_hooks
-        if shortens and not planned:
+        if shortens and not (planned or options["forward_only"]):
             self.identical = identical_blocks(self.step.model)
         shortens = shortens and (role is not None or not planned)
         runs = runs_of(self.step.model, self.identical, role) if shortens else ()
