@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from .internals import autocast_is_on
 from .thread_state import CallKey
 
 _SHOWN = 3
+_log = logging.getLogger("remat")
 
 
 class Expected:
@@ -34,6 +36,7 @@ class Expected:
         # Of the parameter whose gradient is the largest: it stands for all of them, as looking at each takes time.
         trained = [(tensor.numel(), name) for name, tensor in root.named_parameters() if tensor.requires_grad]
         self._largest = max(trained)[1] if trained and plan.fingerprint and not plan.circumstances.accumulation else ""
+        self._with_gradients = 0
         self._is_as_planned = False
         self._calls_told = False
         self._calls = calls
@@ -43,7 +46,7 @@ class Expected:
             self._least[key] = max(self._least.get(key, 0), index + 1)
 
     def begin_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn, once, of gradients or a larger batch than planned for; note whether autocast is as planned for."""
+        """Tell, once each, of gradients and of a larger batch; note whether autocast is as planned for."""
         if self._largest:
             self._check_gradients(root)
         if not self._circumstances_told:
@@ -67,19 +70,22 @@ class Expected:
         return not (autocast_is_on() or self._autocast) or autocast_now(self._device) == self._autocast
 
     def _check_gradients(self, root: nn.Module) -> None:
-        """Warn of gradients that are there before forward, where they were planned to be made in backward."""
+        """Log, once, that steps begin with gradients, which were planned to be made in backward; one alone is no habit.
+
+        No warning: the step may be as planned in all else, and what is above the promise is within many budgets.
+        """
         try:
             there = root.get_parameter(self._largest).grad is not None
         except AttributeError:
             there = False  # A parametrization has taken the parameter's place since.
-        if not there:
+        self._with_gradients += there
+        if self._with_gradients < 2:
             return
         self._largest = ""
-        warnings.warn(
-            "a step under the plan begins with gradients of an earlier backward, and it was planned without: it is "
-            "exact, but its peak may be above the promised one, by the gradients. If they accumulate, plan with "
-            "accumulation=True; else free them before forward: optimizer.zero_grad() before it, with set_to_none=True",
-            stacklevel=2,
+        _log.warning(
+            "steps under the plan begin with gradients of an earlier backward, and it was planned without: they are "
+            "exact, but their peak may be above the promised one, by the gradients. If they accumulate, plan with "
+            "accumulation=True; else free them before forward: optimizer.zero_grad() before it, with set_to_none=True"
         )
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
