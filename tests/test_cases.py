@@ -554,7 +554,6 @@ def test_taps_are_as_many_after_a_planned_step_as_after_a_plain_one():
     for plan in plans(planner, "dp", check=True):
         with apply(model, plan):
             loss(model(batch)).backward()
-        model.zero_grad()
         assert len(model.taps) == 4
 
 
@@ -565,7 +564,6 @@ def test_counters_and_lists_end_as_after_a_plain_step():
             before = state(model) if make is counters else 0
             with apply(model, plan):
                 loss(model(batch)).backward()
-            model.zero_grad()
             assert state(model) == before + (1 if make is counters else 64)
             if make is experts:
                 for block in model.blocks:
