@@ -34,8 +34,7 @@ class Answer:
         plan: The plan; where nothing fits, the one of the least peak.
         step_ns: Time of the unplanned step (forward, loss, backward), nanoseconds.
         step_time_from: Where it is from.
-        optimizer_ns: How long the optimizer's step after it should take, nanoseconds; None where no card is named, and
-            where gradients accumulate, so that not every step has one.
+        optimizer_ns: How long the optimizer's step after it should take, nanoseconds; as in `Profile`.
         peak_words: Where the planned peak is, and what is alive there.
         cache_words: That a key-value cache keeps blocks from being replayed, and how to do without; "" where none does.
     """
@@ -212,7 +211,7 @@ def answer(
         step_time_from=profile.step_time_from,
         peak_words=planner.timeline(found).peak_words,
         cache_words=cache_words(planner),
-        optimizer_ns=None if profile.accumulation else profile.optimizer_ns,
+        optimizer_ns=profile.optimizer_ns,
     )
 
 

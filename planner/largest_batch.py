@@ -281,9 +281,8 @@ class _Search:
             return BatchSize(**known, least_peak_bytes=error.least_peak_bytes, note=str(error))
         self.plans[size] = plan
         overhead = plan.predicted_overhead or 0.0
-        optimizer_ns = 0 if profile.accumulation else profile.optimizer_ns or 0
         median, slowest, fastest = (
-            size / ((max(1, step_ns) * (1 + overhead) + optimizer_ns) * 1e-9)
+            size / ((max(1, step_ns) * (1 + overhead) + (profile.optimizer_ns or 0)) * 1e-9)
             for step_ns in (profile.step_ns, profile.step.high_ns, profile.step.low_ns)
         )
         return BatchSize(

@@ -15,7 +15,7 @@ from .allocator import collected, fits
 from .cards import Card, card
 from .devices import CUDA_GRANULARITY, Device, device_of, is_out_of_memory
 from .dry_run import DryRunError, dry_run, record_step
-from .optimizer import optimizer_cost, unwrapped
+from .optimizer import OptimizerCost, optimizer_cost, unwrapped
 from .ranks import Ranks
 from .record_times import RecordTimes, predicted_times, time_record, times_of_whole
 from .records import Parts, Profile
@@ -290,7 +290,10 @@ def _profile(
     if session.ranks is not None:
         notes.append(f"bytes are those of each of {session.ranks.count} ranks {session.ranks.words}")
     say("recording the optimizer")
-    parts, optimizer_ns = _parts(session, recording, optimizer, kept)
+    cost = None
+    if optimizer is not None:
+        cost = optimizer_cost(step, optimizer, round_to=session.round_to, ranks=session.ranks, card=session.card)
+    parts = _parts(session, recording, optimizer, cost, kept)
     storages = _storages(recording, unsaved)
     untimed = len(recording.operators) - len(times.operators_ns)
     return Profile(
@@ -308,7 +311,7 @@ def _profile(
         bytes_from=method,
         times_from=times.times_from,
         step_time_from=times.step_time_from,
-        optimizer_ns=optimizer_ns,
+        optimizer_ns=None if cost is None or session.accumulation else cost.step_ns,
         accumulation=session.accumulation,
         unseen_bytes=unseen,
         library_bytes=kept,
@@ -439,25 +442,24 @@ def _first_line(error: BaseException) -> str:
 
 
 def _parts(
-    session: Session, recording: StepRecord, optimizer: Optimizer | str | None, library_bytes: int
-) -> tuple[Parts, int | None]:
-    """Return a step's fixed parts, and how long the optimizer's step should take on a named card."""
+    session: Session,
+    recording: StepRecord,
+    optimizer: Optimizer | str | None,
+    cost: OptimizerCost | None,
+    library_bytes: int,
+) -> Parts:
     total = recording.total_bytes
     parameters, buffers, batch, gradients = total("parameter"), total("buffer"), total("batch"), total("gradient")
     state = step_peak = 0
-    step_ns: int | None = None
-    if optimizer is not None:
-        cost = optimizer_cost(
-            session.step, optimizer, round_to=session.round_to, ranks=session.ranks, card=session.card
-        )
-        state, temporaries, step_ns = cost.state_bytes, cost.temporary_bytes, cost.step_ns
+    if cost is not None:
+        state = cost.state_bytes
         outliving = sum(s.nbytes for s in recording.storages if s.kind == "activation" and s.last is None)
-        step_peak = parameters + buffers + batch + gradients + state + outliving + temporaries
+        step_peak = parameters + buffers + batch + gradients + state + outliving + cost.temporary_bytes
         step_peak += library_bytes
     if session.step.guard.steps_inside:
         counted = None if optimizer is None or isinstance(optimizer, str) else unwrapped(optimizer)
         state += session.step.guard.optimizer_bytes(left_out=counted)
-    parts = Parts(
+    return Parts(
         parameters=parameters,
         buffers=buffers,
         batch=batch,
@@ -465,7 +467,6 @@ def _parts(
         gradients=gradients,
         optimizer_step_peak=step_peak,
     )
-    return parts, step_ns
 
 
 def _timed(operator: Operator, forward_ns: int) -> Operator:

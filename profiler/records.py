@@ -79,7 +79,7 @@ class Profile(StepRecord):
         times_from: How times of operators and forward were obtained.
         step_time_from: How the step's time was obtained.
         optimizer_ns: How long the optimizer's own step should take on a named card, nanoseconds: predicted. None where
-            it is not known.
+            it is not known, and where gradients accumulate, so that not every step has one.
         accumulation: Whether gradients exist from the beginning.
         unseen_bytes: What the allocator's peak in a real step was above the recorded one; counted as alive throughout.
         library_bytes: What libraries keep on the device from their first call on (cuBLAS's workspace), throughout.

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from .apply_models import segment
 
-SCALE, DTYPE, COUNT, MEMO, UNREAD = 0.5, torch.float32, 0, {"calls": 0}, 1
+SCALE, COUNT, MEMO, UNREAD = 0.5, 0, {"calls": 0}, 1
 OPTIONS = {"scale": 0.5, "seen": []}
 PAIR = [0.5, 2.0]
 CONFIG = types.SimpleNamespace(scale=0.5, calls=0)
@@ -102,14 +102,15 @@ class Notes(Block):
         return 1.0
 
 
+BARE = (lambda patch: patch.setitem(globals(), "SCALE", 0.0), "'SCALE'")
 CHANGES = {
-    Block: (lambda patch: patch.setitem(globals(), "SCALE", 0.0), "'SCALE'"),
+    Block: BARE,
     ByItem: (lambda patch: patch.setitem(OPTIONS, "scale", 0.0), r"OPTIONS\['scale'\]"),
     ByPosition: (lambda patch: patch.setitem(globals(), "PAIR", [0.0, 2.0]), r"'PAIR\[0\]'"),
     ByAttribute: (lambda patch: patch.setattr(CONFIG, "scale", 0.0), r"'CONFIG\.scale'"),
     ByClass: (lambda patch: patch.setattr(Defaults, "scale", 0.0), r"'Defaults\.scale'"),
-    ByHelper: (lambda patch: patch.setitem(globals(), "SCALE", 0.0), "'SCALE'"),
-    ByLambda: (lambda patch: patch.setitem(globals(), "SCALE", 0.0), "'SCALE'"),
+    ByHelper: BARE,
+    ByLambda: BARE,
 }
 
 

@@ -21,8 +21,8 @@ from .first_batch import FirstPlan, FirstPlanKeywords
 class PlanCallback(Callback):
     """Plan at the first batch and train under the plan: `Trainer(..., callbacks=[PlanCallback("60%")])`.
 
-    The step is the module's `training_step` under the Trainer's precision, with its optimizer; what it
-    logs while planning is dropped. The plan is kept in `default_root_dir`/remat and taken off when training ends.
+    The step is the module's `training_step` under the Trainer's precision, with its optimizer; what it logs
+    while planning is dropped. The plan is kept in `default_root_dir`/remat and taken off when training ends.
 
     Args:
         budget: Most bytes at the peak of the whole step: an int, "8GiB", "60%" of the unplanned peak, or "auto"; see

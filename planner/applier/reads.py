@@ -9,7 +9,6 @@ and nothing less, unless attributes are read by names made at run time; then eve
 from __future__ import annotations
 
 import dis
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -23,12 +22,10 @@ from torch import nn
 from ...profiler.repeatable_hooks import remade_by
 from .internals import buffers_of, children_of, forward_hook_registries, parameters_of
 from .told import CONTAINERS, MOST_ITEMS, PLAIN
-from .variables import Uses, Variables, WatchedVariables, uses_in
+from .variables import Uses, Variables, WatchedVariables, is_followed, uses_in
 
 _MOST_FUNCTIONS = 5_000
 _NO_EFFECT = frozenset(("CACHE", "PRECALL", "KW_NAMES", "RESUME", "EXTENDED_ARG", "PUSH_NULL", "COPY_FREE_VARS"))
-_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "remat"))
-"""Libraries whose functions know nothing of a user's attributes; torch's modules are followed, being segments' own."""
 _SETTINGS = ("transformers.configuration_utils", "transformers.generation.", "transformers.integrations.heterogeneity")
 """Configurations look attributes up in a way of their own, but do so by the name asked for, or by `attribute_map`."""
 _DYNAMIC = frozenset(("eval", "exec", "attrgetter", "__getstate__", "getmembers"))
@@ -141,9 +138,8 @@ class Reads:
     names: set[str] = field(default_factory=set)
     everything: bool = False
     variables: WatchedVariables = field(default_factory=WatchedVariables)
-    # Of the functions that were read: what they do with variables, and attributes that they set.
+    # What the functions that were read do with variables.
     _used: Variables = field(default_factory=Variables)
-    _set: set[str] = field(default_factory=set)
     # Attributes that methods of a class set.
     _stored: dict[type, set[str]] = field(default_factory=dict)
     _functions: set[int] = field(default_factory=set)
@@ -172,10 +168,10 @@ class Reads:
                 reads._follow_all(hook for hook in hooks.values() if not remade_by([hook]))
         reads._finish()
         if not reads.everything:
-            reads.variables = reads._used.watched(frozenset(reads._set))
+            reads.variables = reads._used.watched()
         reads._used = Variables()
         # What was gone through has served; a copy of the planned model shall not copy it.
-        for seen in (reads._functions, reads._classes, reads._values, reads._waiting, reads._work, reads._set):
+        for seen in (reads._functions, reads._classes, reads._values, reads._waiting, reads._work):
             seen.clear()
         return reads
 
@@ -224,7 +220,7 @@ class Reads:
             self._whole.add(owner)
         if owner is not None:
             self._stored.setdefault(owner, set()).update(names.stored)
-        self._set |= names.stored if names.read.isdisjoint(_SETTERS) else names.stored | names.read
+        self._used.stored |= names.stored if names.read.isdisjoint(_SETTERS) else names.stored | names.read
         for uses in names.uses:
             self._used.meet(uses, function.__globals__)
         for name in names.read - self.names:
@@ -239,7 +235,7 @@ class Reads:
         for name in names.read & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, ModuleType):
-                if _is_followed(value.__name__):
+                if is_followed(value.__name__):
                     self._follow_all(vars(value)[key] for key in names.read & vars(value).keys())
             elif isinstance(value, type):
                 self._meet(value, constructed=True)
@@ -257,7 +253,7 @@ class Reads:
         for base in kind.__mro__:
             if base is nn.Module or base is object or base in self._classes:
                 continue
-            if not _is_followed(base.__module__) and not issubclass(base, nn.Module):
+            if not is_followed(base.__module__) and not issubclass(base, nn.Module):
                 continue
             self._classes.add(base)
             if settings and base.__module__.startswith(("transformers.", "huggingface_hub.")):
@@ -289,7 +285,7 @@ class Reads:
     def _follow(self, value: Any, owner: type | None = None) -> None:
         """Follow a value that code can reach into the code that it may run; `owner` is the class it is a method of."""
         if isinstance(value, FunctionType):
-            if _is_followed(value.__module__ or "") or _of_a_module(value):
+            if is_followed(value.__module__ or "") or _of_a_module(value):
                 self._push(value, owner)
             self._follow_wrapped(value)
             return
@@ -321,7 +317,7 @@ class Reads:
             self._meet(type(value))
             self._follow_wrapped(value)
             inside = getattr(value, "__dict__", None)
-            if _is_followed(type(value).__module__) and isinstance(inside, dict) and len(inside) <= MOST_ITEMS:
+            if is_followed(type(value).__module__) and isinstance(inside, dict) and len(inside) <= MOST_ITEMS:
                 self._follow_all(list(inside.values()))
 
     def _follow_wrapped(self, value: Any) -> None:
@@ -349,10 +345,6 @@ def what_decides(modules: Iterable[nn.Module]) -> frozenset[object]:
             elif not isinstance(value, (*_PLAIN, torch.Tensor)):
                 found.add(id(value))
     return frozenset(found)
-
-
-def _is_followed(module: str) -> bool:
-    return module.partition(".")[0] not in _FOREIGN
 
 
 def _of_a_module(function: FunctionType) -> bool:

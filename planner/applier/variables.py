@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 
 from .told import PLAIN, plainly
 
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "remat"))
+"""Libraries whose functions know nothing of a user's attributes; torch's modules are followed, being segments' own."""
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -83,8 +85,13 @@ class _Variable(NamedTuple):
 
 @dataclass(slots=True)
 class Variables:
-    """Collect what code reads of its modules' variables, and what it changes itself."""
+    """Collect what code reads of its modules' variables, and what it changes itself.
 
+    Attributes:
+        stored: Attributes that it sets, of whatever.
+    """
+
+    stored: set[str] = field(default_factory=set)
     _read: set[_Variable] = field(default_factory=set)
     _rebound: set[tuple[str, str]] = field(default_factory=set)
     # Containers that code hands on, or in a piece of code that sets items: what is in them may be its own doing.
@@ -101,19 +108,15 @@ class Variables:
             if uses.sets_items or inside is None:
                 self._handed_on.add((module, name))
 
-    def watched(self, stored: frozenset[str]) -> WatchedVariables:
-        """Return those that hold plain data and that code does not set.
-
-        Args:
-            stored: Attributes that it sets, of whatever.
-        """
+    def watched(self) -> WatchedVariables:
+        """Return those that hold plain data and that code does not set."""
         found: list[_Variable] = []
         for variable in sorted(self._read, key=str):
             module, name, inside = variable
             kind, key = inside or ("", "")
             # A variable may be set as an attribute of its module, too.
             is_set = (module, name) in (self._handed_on if kind == "item" else self._rebound)
-            if not (is_set or {name, key} & stored) and _is_plain(variable):
+            if not (is_set or {name, key} & self.stored) and _is_plain(variable):
                 found.append(variable)
         return WatchedVariables(tuple(found))
 
@@ -140,13 +143,17 @@ class WatchedVariables:
 
     def now(self) -> Iterator[object]:
         """Return what they hold now: plain data by value, all else by identity."""
-        for (_, name, inside), space in zip(self._variables, self._spaces, strict=True):
-            value = space.get(name)
-            yield plainly(value if inside is None else _looked_up(value, *inside))
+        for variable, space in zip(self._variables, self._spaces, strict=True):
+            yield plainly(_value(variable, space))
 
     def words(self) -> list[str]:
         """Name them for errors."""
         return list(map(str, self._variables))
+
+
+def _value(variable: _Variable, space: dict[str, Any]) -> object:
+    value = space.get(variable.name)
+    return value if variable.inside is None else _looked_up(value, *variable.inside)
 
 
 def _looked_up(owner: object, kind: str, key: Any) -> object:
@@ -162,12 +169,12 @@ def _looked_up(owner: object, kind: str, key: Any) -> object:
 
 
 def _is_plain(variable: _Variable) -> bool:
-    value = _space(variable.module).get(variable.name)
+    space = _space(variable.module)
+    owner, found = space.get(variable.name), _value(variable, space)
     if variable.inside is None:
-        return type(value) in PLAIN and variable.name in _space(variable.module)
-    if isinstance(value, ModuleType) and not _is_a_users(value.__name__, vars(value)):
+        return type(found) in PLAIN and variable.name in space
+    if isinstance(owner, ModuleType) and not _is_a_users(owner.__name__, vars(owner)):
         return False
-    found = _looked_up(value, *variable.inside)
     return found is not None and type(found) in PLAIN
 
 
@@ -178,7 +185,10 @@ def _space(module: str) -> dict[str, Any]:
 
 def _is_a_users(module: str, namespace: Mapping[str, Any]) -> bool:
     """Say whether a module is neither Python's nor an installed package's, and can be found again by its name."""
-    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"} or _space(module) is not namespace:
-        return False
-    file = namespace.get("__file__")
-    return not any(part in str(file) for part in _INSTALLED)
+    file = str(namespace.get("__file__"))
+    return is_followed(module) and _space(module) is namespace and not any(part in file for part in _INSTALLED)
+
+
+def is_followed(module: str) -> bool:
+    """Say whether the code of a module may know of a user's attributes and variables."""
+    return module.partition(".")[0] not in _FOREIGN
