@@ -10,7 +10,8 @@ from .budget import BudgetError
 from .compare import Comparison, compare
 from .differences import Differences, diff
 from .errors import ApplyError, InfeasibleBudgetError, PlanError, PlanFileError, PlanMismatchError, ReplayStateError
-from .finding.planning import Planner, plan
+from .finding.planner import Planner
+from .finding.planning import plan
 from .finding.pricing import price
 from .largest_batch import BatchSearch, largest_batch
 from .options import StepOptions

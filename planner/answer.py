@@ -13,7 +13,7 @@ from torch import nn
 from ..profiler.times import Origin
 from .budget import format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
-from .finding.planning import Planner
+from .finding.planner import Planner
 from .finding.writing import cache_words
 from .options import StepKeywords, check_keywords, own_parameters
 from .plan import Plan

@@ -14,7 +14,8 @@ from ..profiler.step import Loss
 from .applier.apply import unplanned
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
-from .finding.planning import Planner, check_solver
+from .finding.effort import check_solver
+from .finding.planner import Planner
 from .options import StepKeywords, check_keywords, own_parameters
 from .phases import Phase, as_a_part
 from .pictures.tables import html_table

@@ -10,10 +10,11 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..profiler.profiling import silent
+from ..profiler.session import silent
 from .budget import BudgetError, format_bytes, parse_budget
 from .errors import InfeasibleBudgetError
-from .finding.planning import Planner, check_solver
+from .finding.effort import check_solver
+from .finding.planner import Planner
 from .options import StepKeywords, StepOptions, check_keywords, own_parameters
 from .pictures.tables import html_table
 from .plan import Plan

@@ -15,8 +15,8 @@ from ..profiler import BatchError
 from ..profiler.allocator import collected, fits
 from ..profiler.devices import device_of
 from ..profiler.entry import read_from_before
-from ..profiler.profiling import silent
 from ..profiler.results import Arm, Difference, Results, differing, run_steps
+from ..profiler.session import silent
 from ..profiler.step import Loss, Step, check_present
 from ..profiler.timing import forward_without_saving
 from .applier.apply import apply_segments, check_subject, unplanned

@@ -5,8 +5,9 @@ from .torch_version import TorchVersionError
 # isort: split
 # After the version, what needs it.
 from .dry_run import DryRunError
-from .profiling import Session, open_session, profile
+from .profiling import profile
 from .records import Profile, ProfileFileError
+from .session import Session, open_session
 from .snapshot import DisturbedError
 from .step import BatchError
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, answer, apply, largest_batch, plan, verify
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.profiler import Profile, profile
 from remat.profiler.cards import CARDS, card
 from remat.profiler.roofline import predicted_ns

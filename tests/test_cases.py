@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, apply, verify
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 

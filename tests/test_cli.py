@@ -282,9 +282,9 @@ def test_an_infeasible_budget_has_its_own_exit_code_and_is_told_as_json(remat):
 
 
 def test_an_error_of_our_own_has_its_own_exit_code_and_says_where(remat, monkeypatch):
-    import remat.planner.finding.planning as planning
+    from remat.planner import Planner
 
-    monkeypatch.setattr(planning.Planner, "of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(Planner, "of", lambda *_, **__: 1 / 0)
     code, _, err = remat(*PLAN, "60%", "--repeats", "0")
     assert code == 70
     assert "internal error: ZeroDivisionError" in err

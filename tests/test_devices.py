@@ -6,15 +6,16 @@ import pytest
 import torch
 from remat.planner import apply, plan
 from remat.planner.finding.checking import Checker
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.profiler import BatchError, profile
 from remat.profiler.allocator import allocations_inside
 from remat.profiler.caching_allocator import AllocatorSettings
 from remat.profiler.devices import KINDS, CudaDevice, Device, DeviceError, device_of, is_out_of_memory
 from remat.profiler.internals import FakeTensorMode
-from remat.profiler.profiling import _device_notes, open_session
+from remat.profiler.profiling import _device_notes
 from remat.profiler.recorder import Recorder
 from remat.profiler.reserved import reserved_bytes
+from remat.profiler.session import open_session
 from torch import nn
 
 from .emulated_cuda import Counters

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from remat.planner import InfeasibleBudgetError, Plan, apply
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from torch import nn
 
 from tests.ranks import RANKS, Block, mean_square, on_every_rank

@@ -46,7 +46,7 @@ def test_a_replay_that_runs_nothing_costs_its_segment_only():
 
 
 def test_beside_estimated_times_nothing_is_measured_so_that_plans_repeat(monkeypatch):
-    monkeypatch.setattr("remat.planner.finding.planning.host_costs", lambda device: pytest.fail("measured"))
+    monkeypatch.setattr("remat.planner.finding.planner.host_costs", lambda device: pytest.fail("measured"))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
     one, other = (plan(model, torch.ones(1024, 8), "80%", solver="dp", repeats=0, check=False) for _ in range(2))
     assert one == other

@@ -21,7 +21,7 @@ from remat.integrations.transformers import PlanCallback as TransformersPlan
 from remat.integrations.transformers import returned_loss
 from remat.planner import ApplyError, BudgetError, InfeasibleBudgetError, Plan, PlanError
 from remat.planner.applier.apply import applied_to
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.profiler.devices import Device
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from remat.planner.finding.checking import Checker
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.profiler.repeatability import Repeatability
 from remat.profiler.results import Results
 from torch import nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from remat.planner import InfeasibleBudgetError, Plan, apply, plan, verify
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.planner.pictures.timeline import profile_timeline
 from remat.profiler.allocator import allocated_peak_bytes
 from torch import nn

@@ -16,9 +16,9 @@ from remat.profiler import open_session, profile
 from remat.profiler.contents import flat
 from remat.profiler.dry_run import dry_run, record_step
 from remat.profiler.internals import FakeTensor
-from remat.profiler.profiling import Session
 from remat.profiler.repetition import identical_blocks
 from remat.profiler.scratch import ScratchMeter
+from remat.profiler.session import Session
 from remat.profiler.shortened import FIRST, LAST, NotAlikeError, runs_of
 from torch import nn
 from transformers import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, Plan, plan, verify
 from remat.planner.finding.checking import Checker
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from torch import nn
 
 from .apply_models import segment

@@ -12,7 +12,7 @@ import pytest
 import torch
 from remat.planner import BudgetError, InfeasibleBudgetError, Plan, PlanFileError, apply, plan, verify
 from remat.planner.errors import ApplyError, PlanMismatchError
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 from remat.planner.plan import Call, PlannedSegment
 from remat.profiler import BatchError
 from torch import nn

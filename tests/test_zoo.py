@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 from remat.planner import InfeasibleBudgetError, verify
-from remat.planner.finding.planning import Planner
+from remat.planner.finding.planner import Planner
 
 from .zoo import ZOO
 

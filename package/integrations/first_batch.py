@@ -16,7 +16,8 @@ from remat.amounts import AUTO, format_bytes
 from remat.planner import Applied, Plan, PlanError, apply
 from remat.planner.applier.apply import applied_to
 from remat.planner.budget import parse_budget
-from remat.planner.finding.planning import check_solver, plan
+from remat.planner.finding.effort import check_solver
+from remat.planner.finding.planning import plan
 from remat.planner.options import StepKeywords, StepOptions, check_keywords
 from torch import nn
 from torch.utils import _pytree as pytree

@@ -10,7 +10,8 @@ from ...solvers.solution import limit_in_force
 from ..bridge.bridge import Bridge
 from ..budget import format_bytes
 from ..phases import Bounded
-from .search import Draft, Effort
+from .effort import Effort
+from .search import Draft
 
 NOTHING_REPEATS = "alike=True: no block of this model repeats, so it was planned as without"
 MOST_S = 5.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 from torch import nn
 
 from ...profiler.allocator import collected
-from ...profiler.profiling import silent
+from ...profiler.session import silent
 from ...solvers.solution import make_solution
 from ..applier.apply import check_subject, unplanned
 from ..bridge.bridge import Bridge
@@ -20,7 +20,7 @@ from ..errors import PlanError
 from ..options import StepKeywords, check_keywords, own_parameters
 from ..plan import Plan
 from .dry_runs import DryRunFailedError
-from .planning import Found, Planner
+from .planner import Found, Planner
 from .writing import plan_of
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from ..applier.apply import apply_segments
 from ..phases import Over
 from ..plan_words import percent_range
 from .calibration import Observation, corrected, factors
-from .search import Effort
+from .effort import Effort
 from .times_in_turn import UNPLANNED, TimesInTurn, time_in_turn
 
 if TYPE_CHECKING:
-    from .planning import Found
+    from .planner import Found
 
 ROUNDS = 5
 """How often each plan is timed."""

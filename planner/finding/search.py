@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...profiler import Profile
@@ -13,28 +13,12 @@ from ..budget import format_bytes
 from ..phases import Bounded
 from ..segments import PlannedSegment
 from .dry_runs import DryRun, DryRuns
+from .effort import Effort
 
 ROUNDS = 8
 """Most rounds of solving and dry-running."""
 CLOSE = 0.002
 """A memory model that overstated a plan by less than this share of the budget is not asked again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """Say how to solve.
-
-    Attributes:
-        solver: A name from `SOLVERS`.
-        time_limit_s: Seconds for each solve; None stands for the solvers' own limit.
-        gap: Share of the added time that a plan may be away from the optimum.
-        say: Called with a few words before each phase.
-    """
-
-    solver: str
-    time_limit_s: float | None
-    gap: float
-    say: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,10 @@ from ..errors import PlanError
 from ..options import StepKeywords
 from ..plan import Call, Plan, PlannedBatch, PlannedSegment, shape_words
 from .checking import Checked
-from .planning import Found, Planner
+from .effort import Effort
+from .planner import Found, Planner
 from .pricing import drafted
-from .search import Draft, Effort
+from .search import Draft
 from .writing import batch_tensors, infeasible, plan_of
 
 ROUNDS = 16

@@ -19,8 +19,8 @@ from .alike_cost import less_without
 from .explain import explain_peak, held_output
 
 if TYPE_CHECKING:
-    from .planning import Found, Planner
-    from .search import Effort
+    from .effort import Effort
+    from .planner import Found, Planner
 
 
 EVAL_MODE = (

@@ -13,7 +13,7 @@ from torch import nn
 from ...profiler.devices import CudaDevice
 from ..compare import Comparison, compare
 from ..errors import PlanError
-from ..finding.planning import Planner
+from ..finding.planner import Planner
 from ..pictures.frontier import peak_against_overhead
 from ..plan import Plan
 from ..verify import verify

@@ -16,7 +16,7 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 from remat.whole_file import write_whole
 
-from ...profiler.profiling import silent
+from ...profiler.session import silent
 from ..budget import format_bytes, parse_budget
 from ..compare import Comparison, table_cells, table_header
 from ..errors import InfeasibleBudgetError
