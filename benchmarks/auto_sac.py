@@ -69,9 +69,20 @@ class Decision:
 
 
 class AutoSac:
-    """Estimate a model's step once, then decide for any budget."""
+    """Estimate a model's step once, then decide for any budget.
+
+    Raises:
+        NoAnswerError: torch's tools fail with the model.
+    """
 
     def __init__(self, build: Callable[[], Built]) -> None:
+        try:
+            self._estimate(build)
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            raise NoAnswerError(f"torch's estimate fails with {type(error).__name__}: {text[:120]}") from error
+
+    def _estimate(self, build: Callable[[], Built]) -> None:
         with FakeTensorMode():
             model, batch, loss = build()
             step = Step.of(model, batch, loss)
@@ -130,9 +141,10 @@ def _memory(step: Step) -> MemTracker:
         del held
         after = tracker.get_tracker_snapshot("current")
         step.model.zero_grad()
-    # The hook after backward is not called for modules whose inputs need no gradient.
+    # The hooks around backward are not called for modules whose outputs, or whose inputs, need no gradient.
     for stats in tracker.memory_tracking.values():
-        stats.snapshots.setdefault(_ModState.POST_BW, [copy.deepcopy(after)])
+        for state in (_ModState.PRE_BW, _ModState.POST_BW):
+            stats.snapshots.setdefault(state, [copy.deepcopy(after)])
     return tracker
 
 

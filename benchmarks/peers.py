@@ -174,7 +174,10 @@ class Bench:
 
     def automatic(self, way: str, budget_mib: float) -> dict:
         """Return the row of torch's Auto-SAC for a budget: what was measured, or why nothing was."""
-        estimate, estimating = self.auto_sac
+        try:
+            estimate, estimating = self.auto_sac
+        except NoAnswerError as error:
+            return {"remark": f"not run: {error}"}
         started = time.perf_counter()
         try:
             decisions = estimate.decide(SLACK * budget_mib * 2**20)

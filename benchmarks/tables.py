@@ -126,8 +126,14 @@ def measured_on() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"{date.today().isoformat()}, {_processor()}, {cores} cores, {memory:.0f} GiB, "
-        f"{torch.get_num_threads()} threads for torch, Python {platform.python_version()}, {packages}"
+        f"{torch.get_num_threads()} threads for torch, {_allocator()}, Python {platform.python_version()}, {packages}"
     )
+
+
+def _allocator() -> str:
+    """Say where tensors on the CPU take their memory from."""
+    told = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(("MALLOC_", "LD_PRELOAD"))]
+    return " ".join(["the C library's allocator", *(["with", *told] if told else [])])
 
 
 def _processor() -> str:

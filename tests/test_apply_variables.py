@@ -183,3 +183,52 @@ def test_a_copy_and_an_unpickled_planned_model_watch_variables_too(monkeypatch):
         with pytest.raises(ReplayStateError, match="'SCALE'"):
             loss.backward()
         monkeypatch.undo()
+
+
+def test_a_variable_of_a_function_around_the_code_is_watched_too():
+    scale, options, count = 0.5, {"scale": 0.5}, 0
+
+    class Enclosed(Block):
+        def factor(self):
+            nonlocal count
+            count += 1
+            return scale
+
+    class EnclosedItem(Block):
+        def factor(self):
+            return (lambda: options["scale"])()
+
+    def rebind():
+        nonlocal scale
+        scale = 0.0
+
+    changes = {
+        Enclosed: (rebind, "'scale' of a function in module"),
+        EnclosedItem: (lambda: options.update(scale=0.0), r"options\['scale'\].* of a function in module"),
+    }
+    for kind, (change, name) in changes.items():
+        model, x = planned(kind)
+        with apply_segments(model, [segment("0"), segment("1", "2")]):
+            other = copy.deepcopy(model)
+            losses = model(x).sum(), other(x).sum()
+            change()
+            for loss in losses:
+                with pytest.raises(ReplayStateError, match=f"{name} .* is 0.0, 0.5 in forward"):
+                    loss.backward()
+            model.zero_grad()
+            model(x).sum().backward()
+    assert count
+
+
+def test_a_planned_model_that_reads_what_a_function_encloses_can_be_pickled():
+    model, x = planned(Block)
+    model[0].factor = types.MethodType(by_closure(0.5), model[0])
+    assert Reads.of([model[0]]).variables.words()[0].startswith("variable 'scale' of a function")
+    with apply_segments(model, [segment("0")]):
+        state = Reads.of([model[0]]).variables
+        assert pickle.loads(pickle.dumps(state)).words() == [word for word in state.words() if "function" not in word]
+        model(x).sum().backward()
+
+
+def by_closure(scale):
+    return lambda self: scale

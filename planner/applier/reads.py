@@ -52,7 +52,7 @@ class Mentions:
         stored: Attributes it sets.
         own: Whether it reads attributes of its first argument by names that are made at run time.
         any: Whether it does so of something else.
-        uses: What it does with variables of its module, by piece of code.
+        uses: What it does with variables of its module and of functions around it, by piece of code.
     """
 
     read: frozenset[str]
@@ -132,7 +132,7 @@ class Reads:
     Attributes:
         names: The names.
         everything: Whether names are made at run time somewhere, so that any attribute may be read.
-        variables: Variables of modules that it can read and does not set.
+        variables: Variables of modules and of enclosing functions that it can read and does not set.
     """
 
     names: set[str] = field(default_factory=set)
@@ -222,7 +222,7 @@ class Reads:
             self._stored.setdefault(owner, set()).update(names.stored)
         self._used.stored |= names.stored if names.read.isdisjoint(_SETTERS) else names.stored | names.read
         for uses in names.uses:
-            self._used.meet(uses, function.__globals__)
+            self._used.meet(uses, function)
         for name in names.read - self.names:
             self._mention(name)
         for cell in function.__closure__ or ():
