@@ -1,9 +1,10 @@
-"""How much time each solver's plans add, and how far the peak can fall.
+r"""How much time each solver's plans add, and how far the peak can fall.
 
     python benchmarks/plan_quality.py --models M4 M5
     python benchmarks/plan_quality.py --tables measured --models M3    # goes on where it was stopped
     python benchmarks/plan_quality.py --tables least --stage-shares 0.02 0.005
-    MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_THRESHOLD_=4294967296 python benchmarks/plan_quality.py --tables measured
+    MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_THRESHOLD_=4294967296 \
+        python benchmarks/plan_quality.py --tables measured
 
 Four tables. `budgets`: added time, as a share of the step, under budgets given as shares of the unplanned peak of the
 whole step. `measured`: some of these plans run for real, step times interleaved with the unplanned step's. `trial`: the

@@ -220,7 +220,7 @@ def _looked_up(owner: object, kind: str, key: Any) -> object:
 def _is_plain(variable: _Variable, space: _Space) -> bool:
     found = _value(variable, space)
     if variable.inside is None:
-        return type(found) in PLAIN and (found is not None or not isinstance(space, dict) or variable.name in space)
+        return type(found) in PLAIN and (isinstance(space, CellType) or variable.name in space)
     owner = _value(variable._replace(inside=None), space)
     if isinstance(owner, ModuleType) and not _is_a_users(owner.__name__, vars(owner)):
         return False
