@@ -141,10 +141,9 @@ def _memory(step: Step) -> MemTracker:
         del held
         after = tracker.get_tracker_snapshot("current")
         step.model.zero_grad()
-    # The hooks around backward are not called for modules whose outputs, or whose inputs, need no gradient.
+    # The hook after backward is not called for modules whose inputs need no gradient.
     for stats in tracker.memory_tracking.values():
-        for state in (_ModState.PRE_BW, _ModState.POST_BW):
-            stats.snapshots.setdefault(state, [copy.deepcopy(after)])
+        stats.snapshots.setdefault(_ModState.POST_BW, [copy.deepcopy(after)])
     return tracker
 
 

@@ -11,6 +11,9 @@ whole step. `measured`: some of these plans run for real, step times interleaved
 same peaks as a first trial of this method reached, and the share of a forward that it recomputed for them. `least`: the
 smallest peak within reach. The last two have dropout off and gradients allocated beforehand, count peaks above what is
 alive at the step's entry, and keep of the output only the loss (logits are dropped before backward), as the trial did.
+
+With those two variables set the C library keeps the memory that a step gives back, as a card's allocator does; else the
+next step takes a part of it from the system again, page by page.
 """
 
 import multiprocessing
